@@ -1,9 +1,11 @@
 """A model as a pipeline: cut into this rank's stages, and called in an ordinary training loop."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,7 @@ from drivetrain_megatron.pipeline.losses import (
     Evaluation,
     LossOrigin,
     PromisedLoss,
+    WaitingCall,
     Weights,
     WholeBatch,
     behind_inputs,
@@ -91,20 +94,24 @@ logger = get_logger(__name__)
 
 
 class AccumulationWindow:
-    """The calls of one accumulation window on this rank."""
+    """The calls of one accumulation window on this rank.
+
+    Attributes:
+        waiting: numbers of those whose backward has not run.
+    """
 
     def __init__(self, stages: LocalStages) -> None:
         self._stages = stages
         # 1F1B: so many forwards run before a backward can come, since later stages come first.
         self._ahead = stages.ranks - 1 - stages.rank
         self._started = 0
-        self._waiting: list[int] = []  # numbers whose backward has not run
+        self.waiting: list[int] = []
         self._asked = 0  # how many of them the script has asked for
         self._origins: list[LossOrigin] = []  # of those that it has not asked for
 
     def __len__(self) -> int:
         """Return how many calls wait for a backward of the script."""
-        return len(self._waiting) - self._asked
+        return len(self.waiting) - self._asked
 
     def call(self, batch: MicroBatch) -> Any:
         """Run the forward of one micro-batch; return the model's output, or proxies."""
@@ -112,7 +119,7 @@ class AccumulationWindow:
         worker.batches[number] = batch
         self._started += 1
         self._stages.act([Action(ActionKind.FORWARD, self._stages.rank, number)])
-        self._waiting.append(number)
+        self.waiting.append(number)
         output = behind_inputs(handed_out(worker.outputs.pop(number)), batch)
         origin = LossOrigin()
         origin.mark(output)
@@ -137,7 +144,7 @@ class AccumulationWindow:
                 "or of another: micro-batches go through the pipeline in order, each forward with "
                 "one backward; call the model under torch.no_grad() for anything else"
             )
-        worker, number = self._stages.only, self._waiting[self._asked]
+        worker, number = self._stages.only, self.waiting[self._asked]
         self._stages.note([number], counts=counts)
         if worker.stage.is_last:
             worker.losses_to_run[number] = loss
@@ -154,14 +161,14 @@ class AccumulationWindow:
     def _run(self, count: int, synchronize: bool) -> None:
         if count <= 0:
             return
-        numbers, self._waiting = self._waiting[:count], self._waiting[count:]
+        numbers, self.waiting = self.waiting[:count], self.waiting[count:]
         self._asked -= count
         self._stages.only.final = numbers[-1] if synchronize else None
         self._stages.act([Action(ActionKind.BACKWARD, self._stages.rank, each) for each in numbers])
 
     def clear(self) -> None:
         """Forget calls whose backward nobody asked for."""
-        self._waiting, self._origins, self._started, self._asked = [], [], 0, 0
+        self.waiting, self._origins, self._started, self._asked = [], [], 0, 0
 
 
 class PipelinedModel:
@@ -194,7 +201,7 @@ class PipelinedModel:
         self._batches = BatchTrial(model, stages, TokenShards() if shards else None)
         self._losses = LossTrial(model, stages)
         self._evaluation = Evaluation(stages)
-        self._pending: dict[LossOrigin, WholeBatch | PromisedLoss] = {}
+        self._pending: WeakKeyDictionary[LossOrigin, WaitingCall] = WeakKeyDictionary()
         self._started = 0
         self._synchronized = False
         self._unpublished: list[Tensor] = []
@@ -218,7 +225,7 @@ class PipelinedModel:
         if self.shares_outputs:
             self._announce("L1", "all forwards, then all backwards; every stage gets the output")
             call = self._divided(args, kwargs)
-            return self._forward_all(call, self._outputs(call), shared=True).output
+            return self._forward_all(call, self._outputs(call), shared=True).hand_over()
         if self._windowed:
             self._announce("L1b", "1F1B over the accumulation window")
             first = self.stages.dropout.take(1)
@@ -229,15 +236,16 @@ class PipelinedModel:
         loss = find_loss(outline)
         if loss is None:
             self._announce("L1", "all forwards, then all backwards")
-            return self._forward_all(call, self._outputs(call)).output
+            return self._forward_all(call, self._outputs(call)).hand_over()
         weights = self._weights(call, loss_in)
         self._announce("L2", f"the model makes its loss: {self._order(weights)}")
         if weights is Weights.NONE:
-            return self._forward_all(call).output
+            return self._forward_all(call).hand_over()
         promised = PromisedLoss(self.stages, call.parts, loss.dtype, weights)
         self._pending[promised.origin] = promised
         mark_beside(outline)
-        return tree_map(lambda x: promised.loss if x is loss else x, outline)
+        found = promised.hand_over()
+        return tree_map(lambda x: found if x is loss else x, outline)
 
     @on_shares
     @with_copies
@@ -259,7 +267,7 @@ class PipelinedModel:
             return self._forward_all(call).loss(targets, loss_fn, dtype)
         promised = PromisedLoss(self.stages, call.parts, dtype, weights, loss_fn)
         self._pending[promised.origin] = promised
-        return promised.loss
+        return cast(Tensor, promised.hand_over())
 
     @property
     def _count(self) -> int:
@@ -273,12 +281,15 @@ class PipelinedModel:
         return self._count
 
     def _begin(self) -> None:
-        """After a step, forget the calls before it whose backward nobody asked for."""
+        """Forget calls whose backward nobody can ask for, and after a step those before it."""
         if self._synchronized:
             self._pending.clear()
             self._window.clear()
-            self.stages.clear()
             self._started = 0
+        called = itertools.chain(*(call.numbers for call in self._pending.values()))
+        self.stages.clear({*called, *self._window.waiting})
+        if self._trace is None:
+            self.stages.spans.clear()
         self._synchronized = False
 
     def _divided(self, args: Arguments, kwargs: Keywords, targets: Any = None) -> DividedCall:
@@ -378,7 +389,7 @@ class PipelinedModel:
         origins = origins_of(loss)
         self.stages.begin()
         with running(origins):
-            if origins <= self._pending.keys():
+            if origins <= {*self._pending}:
                 self._run(origins, loss, synchronize)
             elif self._windowed:
                 self._window.backward(loss, origins, synchronize, counts=self.counts)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import (
@@ -199,38 +199,35 @@ _WRONG = (
 class LossOrigin:
     """One call of the model, known by its identity."""
 
-    def __init__(self) -> None:
-        self.is_running = False
+    def __init__(self, *, is_running: bool = False) -> None:
+        self.is_running = is_running
 
-    def mark(self, output: Any) -> list[Node]:
+    def mark(self, output: Any) -> None:
         """Let tensors, in any structure, know that they came out of this call.
 
-        Returns:
-            Nodes of their graphs, to be kept as long as the call waits for its backward.
+        None is a leaf of autograd's graph, whose node nobody may keep.
         """
-        nodes = []
         for leaf in tree_leaves(output):
             if isinstance(leaf, StageProxy):
                 leaf.origins = frozenset({self}) if leaf.requires_grad else frozenset()
             elif isinstance(leaf, Tensor) and leaf.requires_grad:
-                nodes.append(get_gradient_edge(leaf).node)
-                metadata(nodes[-1])[CALL] = self
+                metadata(get_gradient_edge(leaf).node)[CALL] = self
                 leaf.register_hook(self._check_running)  # type: ignore[no-untyped-call]
-        return nodes
 
     def _check_running(self, gradient: Tensor) -> None:
         if not self.is_running:
             raise UsageError(OWN_BACKWARD)
 
 
-def handed_out(output: Any) -> Any:
+def handed_out(output: Any, *, leaves: bool = False) -> Any:
     """Return an output with views: an earlier stage's own backward passes the tensors themselves.
 
-    A script's backward passes the views, and is refused there.
+    A script's backward passes the views, and is refused there. With ``leaves`` there are views of
+    the leaves of autograd's graph alone, among which may be parameters.
     """
 
     def view(leaf: Any) -> Any:
-        has_graph = isinstance(leaf, Tensor) and leaf.requires_grad
+        has_graph = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf >= leaves
         return leaf.view_as(leaf) if has_graph and not isinstance(leaf, StageProxy) else leaf
 
     return tree_map(view, output)
@@ -346,15 +343,30 @@ def refuse_options(options: Mapping[str, Any]) -> None:
         )
 
 
-class PromisedLoss:
-    """A batch of which nothing has been computed.
-
-    ``loss_of`` makes the loss of the model's output (L3); without it the output has the loss (L2).
+class WaitingCall:
+    """A call of the model whose backward has not come; it waits while somebody has its output.
 
     Attributes:
-        loss: stands for the mean over the batch.
-        origin: the call, as the loss knows it.
-        numbers: of the micro-batches.
+        output: the result of the call, until it is handed over.
+        origin: the call, as its output knows it; likewise.
+        numbers: of the micro-batches in the step.
+    """
+
+    output: Any
+    origin: LossOrigin
+    numbers: range
+
+    def hand_over(self) -> Any:
+        """Return the output, and keep nothing of it."""
+        output = self.output
+        del self.output, self.origin
+        return output
+
+
+class PromisedLoss(WaitingCall):
+    """A batch of which nothing has been computed; its output stands for the mean loss.
+
+    ``loss_of`` makes the loss of the model's output (L3); without it the output has the loss (L2).
     """
 
     def __init__(
@@ -373,11 +385,11 @@ class PromisedLoss:
         kind = stages.device.type
         dtype_cast, casts = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._autocast = torch.autocast(kind, dtype=dtype_cast, enabled=casts)
-        self.loss: StageProxy = StageProxy.like((), dtype, stages.device, requires_grad=True)
+        self.output = StageProxy.like((), dtype, stages.device, requires_grad=True)
         # The script may change its own in place.
-        self._promised = same_value(self.loss)
+        self._promised = same_value(self.output)
         self.origin = LossOrigin()
-        self.origin.mark(self.loss)
+        self.origin.mark(self.output)
 
     def backward(self, loss: Tensor, synchronize: bool, schedule: str) -> None:
         """Run the whole schedule; the loss, or a multiple, then has its value."""
@@ -410,7 +422,7 @@ class PromisedLoss:
         finally:
             for worker in stages.workers.values():
                 worker.loss_of = None
-        total = torch.zeros((), dtype=self.loss.dtype, device=stages.device)
+        total = torch.zeros((), dtype=self._promised.dtype, device=stages.device)
         if stages.last is not None:
             for index, share in enumerate(shares):
                 if share:  # the loss of others may be no number
@@ -422,7 +434,7 @@ class PromisedLoss:
         """Make the loss of the model's output; whatever else goes in must want no gradient."""
         if not torch.is_grad_enabled():
             return loss_of(output, targets)
-        self.origin.mark(output)
+        LossOrigin(is_running=True).mark(output)
         loss = loss_of(output, targets)
         if loss.requires_grad:
             origins_of(loss)
@@ -501,14 +513,8 @@ class _Seam:
     leaf: Tensor
 
 
-class WholeBatch:
-    """A call of the model whose backward has not come.
-
-    Attributes:
-        output: the result of the call: real on the last stage, proxies before it.
-        origin: the call, as its output knows it.
-        numbers: of the micro-batches in the step.
-    """
+class WholeBatch(WaitingCall):
+    """A call whose output is real on the last stage, and proxies before it."""
 
     def __init__(
         self, stages: LocalStages, call: DividedCall, numbers: range, outputs: Dims | None
@@ -530,9 +536,10 @@ class WholeBatch:
             stages.act(stages.actions(ActionKind.FORWARD, numbers))
             self.output = stages.outline(call.whole)
         else:
-            self.output = behind_inputs(self._real(stages.last, call, outputs), call.whole)
+            real = handed_out(self._real(stages.last, call, outputs), leaves=True)
+            self.output = behind_inputs(real, call.whole)
         self.origin = LossOrigin()
-        self._nodes = self.origin.mark(self.output)
+        self.origin.mark(self.output)
         mark_elsewhere(self.output, stages.last_blocks)
 
     def share(self) -> None:
@@ -549,7 +556,7 @@ class WholeBatch:
         wanted = [a and b for a, b in zip(agreed[: len(leaves)], known, strict=True)]
         shared = {place: self._shared(leaves[place]) for place, wants in enumerate(wanted) if wants}
         if self._stages.last is None:
-            self._nodes = self.origin.mark(list(shared.values()))
+            self.origin.mark(list(shared.values()))
         self.output = tree_unflatten(
             [shared.get(place, leaf) for place, leaf in enumerate(leaves)], tree
         )
@@ -578,6 +585,7 @@ class WholeBatch:
                 loss = loss_of(self.output, targets).to(dtype)
             wrong = wrong_in(loss) if loss.requires_grad else 0
         refuse(self._stages.agree([wrong])[0])
+        self.hand_over()
         return loss
 
     def begin(self, loss: Tensor) -> None:
@@ -679,7 +687,7 @@ class Evaluation:
             else leaf  # every stage has it
             for place, (leaf, source) in enumerate(zip(leaves, sources, strict=True))
         ]
-        stages.flush()  # gloo says of a send that it is through only to whoever waits for it
+        stages.free_sent()
         return tree_unflatten(found, tree)
 
     def _check_trees(self, outputs: Iterable[Any], expected: TreeSpec) -> None:

@@ -230,13 +230,21 @@ class StageWorker:
 
     # --- inside ---
 
-    def clear(self) -> None:
-        """Forget micro-batches whose backward nobody asked for."""
+    def clear(self, but: Collection[int] = ()) -> bool:
+        """Forget micro-batches whose backward nobody asked for, but for some.
+
+        Returns:
+            Whether there were any.
+        """
+        abandoned = bool(self._kept.keys() - but)
         kept = (self._kept, self.batches, self.outputs, self.made, self.losses, self.seeds)
-        for each in (*kept, self._begin, self._returned, self.uncounted):
-            each.clear()
+        for each in (*kept, self._begin, self._returned):
+            for number in each.keys() - but:
+                del each[number]
+        self.uncounted.intersection_update(but)
         self.final = self.final_weight = None
         self._parts.weights.clear()
+        return abandoned
 
     def _taken(self, micro_batch: int) -> _InFlight:
         self._returned.pop(micro_batch, None)
@@ -623,10 +631,18 @@ class LocalStages:
         """Return when everything that was sent is through."""
         self._link.flush()
 
-    def clear(self) -> None:
-        """Forget micro-batches whose backward nobody asked for."""
-        for worker in self.workers.values():
-            worker.clear()
+    def free_sent(self) -> None:
+        """Free what a forward has sent: no step may ever come, and gloo tells only who waits.
+
+        Other stages put off backwards alone, so gradients may still be on their way.
+        """
+        self._link.flush(but=Direction.BACKWARD)
+
+    def clear(self, but: Collection[int] = ()) -> None:
+        """Forget micro-batches whose backward nobody asked for, but for some."""
+        abandoned = [worker.clear(but) for worker in self.workers.values()]
+        if any(abandoned):
+            self.free_sent()
 
     def _worker(self, stage: Stage) -> StageWorker:
         is_first_here = stage.index == self.rank

@@ -423,16 +423,21 @@ class Link:
         """Whether a message from one of this rank's own stages waits."""
         return message in self._here
 
-    def flush(self) -> None:
-        """Return when all that was sent is through.
+    def flush(self, *, but: Direction | None = None) -> None:
+        """Return when all that was sent is through, but for one direction.
 
         Raises:
             CollectiveError: a receiver ended or did not receive in time.
         """
+        left: deque[tuple[Any, Tensor, Message]] = deque()
         while self._sending:
             work, _, message = self._sending[0]
-            self.finish(work, message)
+            if message.direction is but:
+                left.append(self._sending[0])
+            else:
+                self.finish(work, message)
             self._sending.popleft()
+        self._sending = left
 
     def finish(self, work: Any, message: Message) -> None:
         """Wait for a send or a receive.

@@ -25,7 +25,7 @@ from huggingface_models import (
     token_batch,
     word_loss,
 )
-from stacks import Residual, Stack
+from stacks import Parts, Residual, Stack
 from staged_twins import EXACT, Twins
 
 pytestmark = pytest.mark.ranks(4)
@@ -433,13 +433,23 @@ def tensors_after_each(call):
     return counts[1:]
 
 
+@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.ranks(2)
-def test_what_a_stage_has_sent_is_freed_without_a_step():
+def test_calls_are_freed_without_a_step(grad):
+    """With their gradients: as soon as nobody has the output, of which a loss could be made."""
     x = torch.randn(4, 8)
-    model = nn.Sequential(*(Residual(8) for _ in range(2)))
-    model.example_inputs = x
     accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
-    model = accelerator.prepare(model)
-    second, third = tensors_after_each(torch.no_grad()(lambda: model(x)))
-    assert second == third
-    accelerator.free_memory()
+    for inside in (False, True):
+        model = nn.Sequential(*(Residual(8) for _ in range(2)))
+        if inside:
+            model = Parts(lambda m, x: {"loss": m.body(x).square().mean()}, body=model)
+        model.example_inputs = x
+        model = accelerator.prepare(model)
+
+        def call(model=model):
+            with torch.set_grad_enabled(grad):
+                model(x)
+
+        second, third = tensors_after_each(call)
+        assert second == third
+        accelerator.free_memory()
