@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -225,6 +225,11 @@ class AroundBlocks(TorchFunctionMode):
 
 logger = get_logger(__name__)
 
+Known = TypeVar("Known")
+
+_KEPT = 512
+"""Combinations of input shapes that are remembered."""
+
 
 class BlockFacts(NamedTuple):
     """The facts of one call of a block.
@@ -316,14 +321,19 @@ class BlockRuns:
             with calls_of(modules) as seen:
                 return compute(*args, **kwargs), seen
         except Exception as error:  # it may depend on values
-            key = type(block), tuple(modules), shapes_key(args, kwargs)
-            if key not in self._known:
+            reason = f"{type(block).__name__} runs with random values: {error}"
+
+            def run() -> tuple[Any, Sequence[SeenCall]]:
                 # Shapes of such a run are as right as without values: no news for the user.
-                logger.debug(f"{type(block).__name__} runs with random values: {error}")
+                logger.debug(reason)
                 with calls_of(modules) as seen:
                     result = _run(block, compute, *again)
-                self._known[key] = tree_map_only(Tensor, StageProxy.of, (result, seen))
-            return self._known[key]
+                found: tuple[Any, Sequence[SeenCall]]
+                found = tree_map_only(Tensor, StageProxy.of, (result, seen))
+                return found
+
+            key = type(block), tuple(modules), shapes_key(args, kwargs)
+            return _remembered(self._known, key, run)
 
 
 def shapes_key(args: Arguments, kwargs: Keywords) -> Any:
@@ -333,6 +343,15 @@ def shapes_key(args: Arguments, kwargs: Keywords) -> Any:
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
         for leaf in leaves
     )
+
+
+def _remembered(known: dict[Any, Known], key: Any, find: Callable[[], Known]) -> Known:
+    """Return what is known of a key, and find it if nothing is; the oldest of many is forgotten."""
+    if key not in known:
+        if len(known) >= _KEPT:
+            known.pop(next(iter(known)))
+        known[key] = find()
+    return known[key]
 
 
 def _run(block: nn.Module, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
@@ -404,9 +423,6 @@ class CallShapes(NamedTuple):
         return origins, metas
 
 
-_KEPT = 512
-"""Combinations of input shapes that are remembered."""
-
 _TRUSTED = 2
 """Combinations after which blocks that kept their input's shape are taken to always do."""
 
@@ -437,11 +453,7 @@ class Shapes:
         """
         mode = self._mode()
         key = (mode, shapes_key(args, kwargs))
-        if key not in self._known:
-            if len(self._known) >= _KEPT:
-                self._known.pop(next(iter(self._known)))
-            self._known[key] = self._run(mode, args, kwargs)
-        return self._known[key]
+        return _remembered(self._known, key, lambda: self._run(mode, args, kwargs))
 
     def _mode(self) -> Any:
         """Return the state on which dtypes depend besides the inputs."""

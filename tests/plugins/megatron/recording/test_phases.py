@@ -316,6 +316,23 @@ def test_shapes_are_known_for_other_inputs_and_remembered():
     assert not isinstance(model.head.weight, StageProxy)
 
 
+class Counting(Layer):
+    """Looks at values, and makes one row less."""
+
+    def forward(self, x):
+        assert not x[0, 0].isnan().item()
+        return super().forward(x)[1:]
+
+
+def test_shapes_of_runs_with_random_values_are_forgotten_one_day(monkeypatch):
+    monkeypatch.setattr("drivetrain_megatron.recording.shapes._KEPT", 2)
+    model = nn.Sequential(*(Counting() for _ in range(2)))
+    shapes = shapes_of(record(model, (torch.ones(4, WIDTH),), {}), model)
+    for rows in (4, 5, 6, 7):
+        assert shapes.of((torch.ones(rows, WIDTH),), {}).outputs[-1][0].shape == (rows - 2, WIDTH)
+    assert len(shapes._runs._known) == 2
+
+
 class Limited(Layer):
     """Runs for two rows alone."""
 
