@@ -40,6 +40,7 @@ from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -280,6 +281,11 @@ class CommunicationThread:
         self._tasks.put(None)
         self._thread.join()
 
+    def dismiss(self) -> None:
+        """Let the thread end by itself: nobody can submit a task any more."""
+        atexit.unregister(self._end)
+        self._tasks.put(None)
+
     def _end(self) -> None:
         """Let queued tasks finish before the interpreter ends, unless other ranks do not answer."""
         self._tasks.put(None)
@@ -329,6 +335,10 @@ class RingCommunicator(Communicator):
             f"{group.group_name}/{self._neighbors.number(Tag.ALARM)}",
         )
         self._row = board.open(self._worker.place, axis.ranks)
+        # Where a script drops its model and its Accelerator without a word, nothing closes this.
+        self._ends = [finalize(self, self._worker.dismiss), finalize(self, self._row.close)]
+        for end in self._ends:
+            end.atexit = False
 
     def all_reduce(
         self, tensor: Tensor, *, scale: float = 1.0, reduction: Reduction = "sum", label: str = ""
@@ -429,6 +439,8 @@ class RingCommunicator(Communicator):
 
     def close(self) -> None:
         """Finish submitted operations and join the thread."""
+        for end in self._ends:
+            end.detach()
         self._worker.close()
         self._row.close()
         self._arrivals.forget()

@@ -133,14 +133,19 @@ def mark_of_strategy(hook: Callable[..., Any]) -> None:
 def on_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Call a strategy's hook when a parameter's gradient has been accumulated.
 
-    The handle keeps the hook, and the parameter does not: Python sees no circle through such hooks,
-    and a strategy that a script forgets without ``free_memory`` would never be freed.
+    The handle keeps the hook. Python's garbage collector does not see what autograd keeps of it: a
+    strategy in there would outlive its model.
     """
     kept = weakref.ref(hook)
 
-    def call(gradient_of: Tensor) -> None:
-        if (found := kept()) is not None:
-            found(gradient_of)
+    def call(parameter: Tensor) -> None:
+        found = kept()
+        if found is None:
+            raise UsageError(
+                "expected a prepared model that lives as long as its parameters are trained, found "
+                "that it is gone; keep the model, its prepared optimizer or the Accelerator"
+            )
+        found(parameter)
 
     mark_of_strategy(call)
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]

@@ -28,6 +28,7 @@ as to any gradient; what it adds waits in ``arrived`` for the strategy.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -707,7 +708,7 @@ class DividedGradient(Tensor):
     def piece(self) -> Tensor:
         """Return this rank's piece: the one that is stepped with, or computed values."""
         if self._gone is not None:
-            raise self._gone
+            raise copy(self._gone)
         return self.place.piece() if self._computed is None else self._computed
 
     def leave(self) -> None:
@@ -715,7 +716,7 @@ class DividedGradient(Tensor):
         try:
             self._computed = self._read().clone()
         except (UsageError, StorageError) as error:  # nobody can read it any more
-            self._gone = error
+            self._gone = error.with_traceback(None)  # which would hold the script's variables
 
     def whole(self) -> Tensor:
         """Return the whole as an ordinary tensor. Collective."""

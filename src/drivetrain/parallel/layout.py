@@ -358,7 +358,7 @@ def _flat(
 # --- one parameter in its flat tensor: its place, and this rank's share ---
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
 class ParameterSlot:
     """One parameter in its flat tensor. Nothing of it changes while the model trains.
 

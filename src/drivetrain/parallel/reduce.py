@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -709,6 +710,8 @@ class ShownGradients:
 class SlotPlace:
     """Where the piece of one parameter's gradient lies.
 
+    It keeps neither: what stands at ``p.grad`` is unseen by Python's garbage collector.
+
     Args:
         shown: the gradients of the model.
         slot: the parameter's.
@@ -716,36 +719,51 @@ class SlotPlace:
 
     def __init__(self, shown: ShownGradients, slot: ParameterSlot) -> None:
         self.name = slot.name
-        self._shown, self._slot = shown, slot
+        self._shown, self._slot = ref(shown), ref(slot)
 
     def piece(self) -> Tensor:
         """Return this rank's piece."""
-        return self._shown.piece(self._slot)
+        shown, slot = self._found()
+        return shown.piece(slot)
 
     def look(self) -> None:
         """Follow what the script has done to the parameter."""
-        self._shown.follow([self._slot])
+        shown, slot = self._found()
+        shown.follow([slot])
 
     def clear(self) -> None:
         """Write zeros."""
-        self._shown.zero(self._slot)
+        shown, slot = self._found()
+        shown.zero(slot)
 
     def changed(self) -> None:
         """Forget what was measured."""
-        self._shown.check_free(self._slot)
-        self._shown.changed()
+        shown, slot = self._found()
+        shown.check_free(slot)
+        shown.changed()
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's part of a tensor of the parameter's shape."""
-        return self._slot.cut(whole)
+        return self._found()[1].cut(whole)
 
     def whole(self, piece: Tensor) -> Tensor:
         """Bring the pieces of all ranks together. Collective."""
-        return self._shown.whole(self._slot, piece)
+        shown, slot = self._found()
+        return shown.whole(slot, piece)
 
     def norm(self, norm_type: float) -> Tensor:
         """Return the norm of the whole gradient. Collective, once for all gradients."""
-        return self._shown.norm(self._slot, norm_type)
+        shown, slot = self._found()
+        return shown.norm(slot, norm_type)
+
+    def _found(self) -> tuple[ShownGradients, ParameterSlot]:
+        shown, slot = self._shown(), self._slot()
+        if shown is None or slot is None:
+            raise UsageError(
+                f"expected the gradient of {self.name!r} while its prepared model is there, found "
+                "that the model is gone; keep it, or whole values of the gradient"
+            )
+        return shown, slot
 
 
 def _whole(given: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """Garbage is collected after the same steps on all ranks, and not in between."""
 
 import gc
+import threading
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -66,16 +68,26 @@ def test_a_run_collects_each_so_many_steps_until_its_end(collections, every):
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_a_model_that_a_script_forgets_is_freed(strategy):
-    """Without ``free_memory``: nothing that autograd keeps, and Python does not see, holds it."""
-    accelerator = Accelerator(cpu=True, strategy=strategy)
-    model = nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.backward(model(torch.ones(1, 2)).sum())
-    optimizer.step()
-    optimizer.zero_grad()
-    known = weakref.ref(model.weight)
-    del accelerator, model, optimizer
-    gc.collect()
-    assert known() is None
+@pytest.mark.ranks(2)
+def test_trainings_that_are_dropped_and_never_ended_are_freed():
+    def trial(strategy, cleared):
+        accelerator = Accelerator(cpu=True, strategy=strategy)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+        for _ in range(2):
+            optimizer.zero_grad()
+            accelerator.backward(model(torch.ones(1, 4)).sum())
+            optimizer.step()
+        if cleared:
+            optimizer.zero_grad()
+        used = accelerator, accelerator.strategy_of(model), model, *model.parameters()
+        return [weakref.ref(each) for each in used]
+
+    zero3, local = {"name": "zero3", "keep_below": 0}, {"name": "local", "workers": "ranks"}
+    for strategy, cleared in product(["ddp", zero3, "fsdp", local], [True, False]):
+        left = trial(strategy, cleared)
+        gc.collect()
+        assert [each() for each in left] == [None] * len(left), (strategy, cleared)
+    for thread in threading.enumerate():
+        if thread.name.startswith("drivetrain-ring"):
+            thread.join()

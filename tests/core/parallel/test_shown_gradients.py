@@ -3,6 +3,9 @@
 What it can be is a matter of ``tests/loops/ways/gradients.py``.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -88,4 +91,30 @@ def test_a_rank_that_reads_alone_is_named():
         if accelerator.is_main_process:
             model[0].weight.grad.norm()
         optimizer.step()
+    accelerator.free_memory()
+
+
+def test_a_kept_gradient_that_is_gone_keeps_no_variables_of_the_script():
+    accelerator, model, _ = trained("zero1", gradient_accumulation_steps=2)
+    weight = model[0].weight
+
+    def window():
+        kept = None
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                loss = model(torch.ones(2, 8)).square().mean()
+                accelerator.backward(loss)
+                kept, weight.grad = weight.grad if kept is None else kept, None
+        return kept, weakref.ref(loss)
+
+    def read(gradient):
+        batch = torch.ones(2)
+        with pytest.raises(UsageError, match="mid-window"):
+            gradient.clone()
+        return weakref.ref(batch)
+
+    kept, loss = window()
+    batch = read(kept)
+    gc.collect()
+    assert (loss(), batch()) == (None, None)
     accelerator.free_memory()
