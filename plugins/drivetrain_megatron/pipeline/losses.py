@@ -661,6 +661,8 @@ class Evaluation:
         stages, whole = self._stages, call.whole
         leaves, tree = tree_flatten(stages.outline(whole))
         sources = self._sources.get(call.kind)
+        if stages.is_new(sources is None):
+            sources = None
         keeps = dims is None or len(call.parts) == 1
         workers = stages.run_forwards(call.parts, call.division.kept if keeps else None)
         asked = workers.keys() if sources is None else {stages.count - 1, *sources}

@@ -453,3 +453,42 @@ def test_calls_are_freed_without_a_step(grad):
         second, third = tensors_after_each(call)
         assert second == third
         accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_a_model_may_return_a_parameter():
+    """It outlives the call that it came out of."""
+    torch.manual_seed(0)
+    body, scale = nn.Sequential(*(Residual(8) for _ in range(2))), nn.Parameter(torch.ones(()))
+    model = Parts(lambda m, x: (m.body(x) * m.scale, m.scale), body=body, scale=scale)
+    x = model.example_inputs = torch.randn(4, 8)
+    twin = copy.deepcopy(model)
+    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
+    pairs = [accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))]
+    pairs.append((twin, torch.optim.SGD(twin.parameters(), lr=0.1)))
+    for _ in range(2):
+        for (one, optimizer), backward in zip(
+            pairs, (accelerator.backward, torch.Tensor.backward), strict=True
+        ):
+            out, scale = one(x)
+            backward((out * scale).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(accelerator.get_state_dict(model), dict(twin.state_dict()))
+    accelerator.free_memory()
+
+
+def test_replicas_that_decide_together_evaluate_batches_of_different_kinds():
+    """ZeRO-3 lets them run as many forwards; a batch of one row is of another kind."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual(8) for _ in range(2)))
+    x = model.example_inputs = torch.randn(4, 8)
+    twin = copy.deepcopy(model)
+    strategy = {"name": "megatron", "pp": 2, "data_parallel": {"name": "zero3"}}
+    accelerator = Accelerator(strategy=strategy, cpu=True)
+    model = accelerator.prepare(model)
+    for rows in ((4, 4), (1, 2), (2, 1)):
+        some = x[: rows[accelerator.mesh["dp"].rank]]
+        with torch.no_grad():
+            torch.testing.assert_close(model(some), twin(some))
+    accelerator.free_memory()
