@@ -10,7 +10,7 @@ The link between hosts: the bytes of a step and their seconds, and the choice of
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -101,6 +101,10 @@ MEMORY_PAUSE_S = 0.2
 """The system and an accelerator's allocator are asked for memory no more often: it takes long."""
 
 
+MOST_LOSSES = 4096
+"""Losses of a step that are kept, the newest: without a prepared optimizer no step ends."""
+
+
 class StepRecorder(Observer):
     """Makes records; does not communicate, and waits for no device.
 
@@ -125,7 +129,7 @@ class StepRecorder(Observer):
         self.step = 0
         self._deliver = deliver
         self._fail = fail
-        self._late: deque[tuple[dict[str, Any], LateNumbers, list[float]]] = deque()
+        self._late: deque[tuple[dict[str, Any], LateNumbers, Collection[float]]] = deque()
         self._training: set[int] = set()
         self._loader = 0
         self._stepped = False
@@ -140,8 +144,8 @@ class StepRecorder(Observer):
 
     def _begin(self) -> None:
         """Forget the values of the step before."""
-        self._losses: list[Tensor] = []
-        self._weights: list[float] = []
+        self._losses: deque[Tensor] = deque(maxlen=MOST_LOSSES)
+        self._weights: deque[float] = deque(maxlen=MOST_LOSSES)
         self._norm: Tensor | None = None
         self._lr: float | Tensor | None = None
         self._own: dict[str, float | Tensor] = {}
@@ -336,7 +340,7 @@ class StepRecorder(Observer):
         return self._memory
 
 
-def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
+def _mean(losses: Sequence[float], weights: Collection[float]) -> float:
     """Return the weighted mean; what counts nothing may be no number."""
     counted = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight]
     return sum(counted) / sum(weights)

@@ -1,5 +1,6 @@
 """The figures of a run: each step on each rank, and the numbers of the run stay as they are."""
 
+import gc
 import json
 import logging
 import re
@@ -251,3 +252,15 @@ def test_the_ledger_can_be_printed():
         ["dp", "all_reduce", "1", "4,096", "0.250"],
         ["waited", "0.125", "s", "on", "axis", "dp"],
     ]
+
+
+def test_losses_that_no_step_uses_are_let_go(monkeypatch):
+    monkeypatch.setattr(recorder, "MOST_LOSSES", 2)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    counts = []
+    for _ in range(5):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        counts.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
+    assert len(set(counts[2:])) == 1, counts
+    end(accelerator)
