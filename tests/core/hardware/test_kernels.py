@@ -15,6 +15,8 @@ from drivetrain.simulator.step import (
     MatrixProduct,
     MemoryPass,
     SimulatedTask,
+    TierCopy,
+    axis_places,
 )
 from drivetrain.simulator.traced import traced_model
 
@@ -78,6 +80,39 @@ def test_messages_wait_for_processors_and_share_links():
         for beside in (32, 64)
     )
     assert other == pytest.approx(2 * one)
+
+    few, many = (
+        HardwarePrices(CPU, {"dp": AxisPlace(8, together, 1)}, "no") for together in (4, 2)
+    )
+    tiny = Collective("dp", "all_reduce", 1)
+    assert few.price(tiny) < many.price(tiny), "the more hosts, the more hops between them"
+
+
+def test_axes_lie_on_hosts_the_closest_first():
+    assert axis_places({"tp": 2, "dp": 4}, 4) == {
+        "tp": AxisPlace(2, 2, 2), "dp": AxisPlace(4, 2, 2)
+    }  # fmt: skip
+    levels = axis_places({"dp": 8, "dp.near": 2, "dp.far": 4}, 4)
+    assert (levels["dp.near"], levels["dp.far"]) == (AxisPlace(2, 2, 2), AxisPlace(4, 2, 2))
+
+
+def test_a_host_shares_its_disk_and_a_device_its_tiles():
+    one, four = (
+        HardwarePrices(
+            CPU.model_copy(update={"host": CPU.host.model_copy(update={"devices": devices})}),
+            {},
+            "no",
+        ).price(TierCopy("disk", 1e9))
+        for devices in (1, 4)
+    )
+    assert four == pytest.approx(4 * one, rel=0.01)
+    h100 = load_hardware("h100")
+    products = {"processors": 4, "tiles": [(16, 16, 1.0)], "depth": 0, "shares": [(1.0, 1.0)]}
+    facts = {"products": h100.device.products.model_copy(update=products)}
+    device = h100.device.model_copy(update={**facts, "teraflops": {"bf16": 1.0}})
+    prices = HardwarePrices(h100.model_copy(update={"device": device}), {}, "bf16")
+    waves = [prices.plain(MatrixProduct(16, 4096, 16 * tiles)) for tiles in (4, 5, 8)]
+    assert waves[0] < waves[1] == waves[2], "five tiles on four processors take two rounds"
 
 
 def test_inputs_of_a_model_get_no_gradient():

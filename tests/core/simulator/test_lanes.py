@@ -43,7 +43,12 @@ def test_lanes_run_side_by_side_and_wait_for_what_they_need():
     played = play(SimulatedStep(tasks, [{"parameters": 100}]), Seconds())
     assert [(each.start, each.stop) for each in played.tasks] == [(0, 2), (2, 3), (2, 4), (4, 6)]
     assert played.seconds == 6
-    assert played.peaks == [135]
+    assert (played.peaks, played.computing) == ([135], [6])
+    together = [
+        SimulatedTask("a", takes=10, frees=10),
+        SimulatedTask("reduce", MESSAGE, "dp", takes=30, frees=30),
+    ]
+    assert play(SimulatedStep(together, [{}]), Seconds()).peaks == [40]
 
     tasks = [SimulatedTask("a", after=(1,)), SimulatedTask("b", MESSAGE, "dp", after=(0,))]
     with pytest.raises(UsageError, match="'a' waits for ever"):
@@ -173,3 +178,6 @@ def test_the_trace_has_every_task_in_its_lane(tmp_path):
     drawn = [lanes[event["tid"]] for event in events if event["ph"] == "X"]
     assert drawn == [each.task.lane for each in played.tasks]
     assert {"compute", "dp"} == set(drawn)
+    lasting = [event["dur"] for event in events if event["ph"] == "X"]
+    expected = [1e6 * (each.stop - each.start) for each in played.tasks]
+    assert lasting == pytest.approx(expected)  # microseconds

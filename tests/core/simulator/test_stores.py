@@ -47,6 +47,8 @@ def test_state_moves_to_the_host_and_back_once_a_step():
     assert step.sent()[0]["disk", DISK] == pytest.approx(2 * 0.5 * share * 12)  # there and back
     assert step.held[0]["optimizer"] == pytest.approx(share * 6)
     assert step.stored[0] == pytest.approx({"host": share * 2, "disk": share * 6})
+    half = data_parallel_step(UNITS, replace(RUN, precision="fp16"), disk)
+    assert half.sent()[0]["disk", DISK] == step.sent()[0]["disk", DISK], "gradients are no state"
 
 
 def test_parameters_come_from_their_store_before_every_gather():
