@@ -129,6 +129,37 @@ def test_losses_equal_those_of_one_process(
     alike(found, expected)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["zero2", "tp"])
+def test_an_evaluation_counts_each_sample_once(strategy, tmp_path, monkeypatch):
+    """13 samples in batches of 8: some came twice, and a short batch counted as a full one."""
+    ranks = launched(monkeypatch, tmp_path, strategy)
+    torch.manual_seed(0)
+    words = torch.randint(2, 16, (13, 5))
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=16, **sizes, decoder_start_token_id=0)
+    ).eval()
+    with torch.no_grad():
+        loss = float(model(input_ids=words, labels=words).loss)
+    trainer = use_drivetrain(transformers.Seq2SeqTrainer)(
+        model,
+        transformers.Seq2SeqTrainingArguments(
+            str(tmp_path),
+            use_cpu=True,
+            per_device_eval_batch_size=8 // ranks,
+            predict_with_generate=True,
+            report_to=[],
+        ),
+        eval_dataset=[{"input_ids": row, "labels": row} for row in words],
+        compute_metrics=lambda found: {"texts": len(found.predictions)},
+    )
+    found = trainer.evaluate()
+    assert found["eval_texts"] == len(words)
+    # What fills the last batch of several ranks is in their means.
+    assert found["eval_loss"] == pytest.approx(loss, rel=1e-6 if ranks == 1 else 0.05)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("after", ["ddp", "zero3", "fsdp", "tp", "pp"])

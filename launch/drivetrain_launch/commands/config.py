@@ -180,7 +180,8 @@ def ask(output: Path) -> int:
     """Run the wizard on this terminal, and write the configuration.
 
     Raises:
-        KeyboardInterrupt: the user pressed Ctrl-C, and was asked whether to keep the answers.
+        KeyboardInterrupt, EOFError: the user pressed Ctrl-C, or Ctrl-D at a text, and was asked
+            whether to keep the answers.
     """
     import questionary
 
@@ -192,7 +193,7 @@ def ask(output: Path) -> int:
     wizard = Wizard(strategies(), look(), answers)
     try:
         path = ask_all(wizard, output, lambda path, text: write(path, text, replace=True))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EOFError):  # Ctrl-C, Ctrl-D
         keep = f"Keep the answers in {draft}, for the next 'drivetrain config'?"
         if wizard.answers and questionary.confirm(keep).unsafe_ask():
             write(draft, json.dumps(wizard.answers, indent=2) + "\n", replace=True)
@@ -342,8 +343,9 @@ def explained(key: str) -> str:
         return _listed(f"{key}: {kind.summary}.", kind.Config)
     if key.startswith(f"{STRATEGY}."):
         return _of_strategies(key.removeprefix(f"{STRATEGY}."))
-    valid = [*knobs, STRATEGY, *strategies().names]
-    near = difflib.get_close_matches(key, valid, n=1)
+    valid = [*knobs, *(f"{STRATEGY}.{name}" for name in _strategy_options())]
+    near = [each for each in valid if each.endswith(f".{key}")]
+    near = near or difflib.get_close_matches(key, [*valid, STRATEGY, *strategies().names], n=1)
     hint = f"did you mean {near[0]!r}?" if near else "'drivetrain config show' lists all keys"
     raise ConfigError(f"unknown key {key!r}; {hint}")
 
@@ -382,15 +384,20 @@ def _listed(title: str, cls: type) -> str:
     return "\n".join(lines)
 
 
+def _strategy_options() -> dict[str, dict[str, Option]]:
+    """Return the options of strategies by their names, and by those of the strategies."""
+    found: dict[str, dict[str, Option]] = {}
+    for strategy in strategies().names:
+        for name, knob in knobs_of(strategies().outline(strategy).Config, sections=True):
+            found.setdefault(name, {})[strategy] = knob
+    return found
+
+
 def _of_strategies(name: str) -> str:
     """Return the texts about an option of that name, with the strategies that share each text."""
-    registry, texts, known = strategies(), dict[str, list[str]](), set[str]()
-    for strategy in registry.names:
-        options = dict(knobs_of(registry.outline(strategy).Config, sections=True))
-        known.update(options)
-        if name in options:
-            text = _explained(f"{STRATEGY}.{name}", options[name])
-            texts.setdefault(text, []).append(strategy)
+    known, texts = _strategy_options(), dict[str, list[str]]()
+    for strategy, knob in known.get(name, {}).items():
+        texts.setdefault(_explained(f"{STRATEGY}.{name}", knob), []).append(strategy)
     if not texts:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {f'{STRATEGY}.{near[0]}'!r}?" if near else "see its documentation"

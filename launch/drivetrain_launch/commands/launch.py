@@ -172,7 +172,8 @@ def check_slot(resolved: Resolved, surroundings: Surroundings | None) -> None:
     if surroundings is not None and surroundings.slot is not None and ranks != 1:
         raise ConfigError(
             f"launch.nproc_per_node: {surroundings.name} starts one process per rank, found "
-            f"{ranks}; leave the number out, or start one process per host"
+            f"{ranks}; leave the number out, or start one process per host; --standalone where "
+            "these variables are left over"
         )
 
 

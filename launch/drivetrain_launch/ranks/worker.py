@@ -208,7 +208,8 @@ def traceback_of(error: BaseException) -> list[str]:
     """
     frames = script_frames(error.__traceback__)
     if not isinstance(error, CollectiveError):
-        return traceback.format_exception(type(error), error, frames)
+        # Without a frame of the script it is runpy's; the errors before it say nothing more.
+        return traceback.format_exception(type(error), error, frames, chain=frames is not None)
     stack = traceback.extract_tb(frames)
     libraries = tuple(str(Path(module.__file__ or "").parent) for module in (drivetrain, os))
     ours = [i for i, frame in enumerate(stack) if not frame.filename.startswith(libraries)]

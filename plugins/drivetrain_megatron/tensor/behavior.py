@@ -296,9 +296,13 @@ def _made(original: type[nn.Module], members: tuple[tuple[str, Any], ...]) -> ty
     """Return the class of modules with a behavior, shared so that blocks remain alike."""
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     bases = (Parallel, original)
-    return type(
-        original.__name__, bases, {**names, "_drivetrain_original": original, **dict(members)}
-    )
+
+    @functools.wraps(original.forward)  # libraries ask for the names of its arguments
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return Parallel.forward(module, *args, **kwargs)
+
+    own = {"_drivetrain_original": original, "forward": forward, **dict(members)}
+    return type(original.__name__, bases, {**names, **own})
 
 
 def detach(module: nn.Module) -> None:

@@ -284,7 +284,10 @@ class _Validation:
                 near = [f"{knob.name}: {{{key}: VALUE}}"]
             elif key in knob.choices:
                 near = [f"{knob.name}: {key}"]
-        hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
+        listed = f"valid keys: {', '.join(valid)}"
+        if any(listed in problem for problem in self.problems):
+            listed = "valid keys: as listed above"
+        hint = f"did you mean {near[0]!r}?" if near else listed
         section, dot, inner = key.partition(".")
         if owners := self._owners(key) if prefix in ("", f"{STRATEGY}.") else []:
             hint = f"strategies with this option: {', '.join(owners)}"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.utils.generic import ModelOutput
 
 from drivetrain.accelerator import Accelerator
@@ -358,6 +359,7 @@ class StrategyTraining:
     model: nn.Module
     lr_scheduler: Any
     save_model: Callable[..., None]
+    _evaluated: int | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -406,6 +408,26 @@ class StrategyTraining:
         # has counted these once already.
         items = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
         return items * self.get_tp_size() if isinstance(items, torch.Tensor) else items
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Return this rank's part of a batch's operations: the Trainer sums over all ranks."""
+        return float(super().floating_point_ops(inputs) / self.get_tp_size())  # type: ignore[misc]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate each sample once, with a Seq2SeqTrainer, too."""
+        self.gather_function = self._gather_rows
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict, and keep how many samples the loss is a mean of."""
+        found = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        self._evaluated = None if found[0] is None else find_batch_size(inputs)
+        return found
+
+    def _gather_rows(self, data: Any) -> Any:
+        # What comes first after a step is its loss, once for each sample of a full batch.
+        samples, self._evaluated = self._evaluated, None
+        return self.accelerator.gather_for_metrics(data if samples is None else data[:samples])
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if type(self).compute_loss is not transformers.Trainer.compute_loss:  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ when their own wait fails or takes long, and learn who is missing, and why.
 
 import atexit
 import json
+import multiprocessing
 import os
 import socket
 import sys
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from drivetrain.errors import PreflightError
+from drivetrain.errors import PreflightError, UsageError
 
 CPU = torch.device("cpu")
 """Named everywhere: a script may have set another default device."""
@@ -203,7 +204,15 @@ class World:
         Raises:
             PreflightError: the variables contradict each other, the host has too few accelerators
                 for its ranks, or the others cannot be reached.
+            UsageError: a process of ``multiprocessing`` is importing the script.
         """
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            # It has the rank's variables, and would meet the other ranks in the rank's place.
+            raise UsageError(
+                "expected an Accelerator of the script alone, found one more in a process that "
+                "multiprocessing has started, as a loader's worker by spawn: such a process "
+                "imports the script; put what trains under if __name__ == '__main__':"
+            )
         timeout = timeout or timedelta(minutes=10)
         rank = own_rank()
         size = dist.get_world_size() if dist.is_initialized() else _integer("WORLD_SIZE", 1)

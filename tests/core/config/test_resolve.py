@@ -91,6 +91,13 @@ def test_every_error_at_once_with_line_and_nearest_key(tmp_path):
         resolve(read_sets(["links.mbit_per_s=.nan"]), find_config=find)
 
 
+def test_valid_keys_are_listed_once(tmp_path):
+    path = write(tmp_path, "launch:\n  foo: 1\n  bar: 2\n")
+    with pytest.raises(ConfigError, match=":3: unknown key launch.bar; valid keys: as listed") as e:
+        resolve(read_file(path), find_config=find)
+    assert str(e.value).count("nproc_per_node") == 1
+
+
 def test_a_dotted_key_in_a_file_is_to_be_nested(tmp_path):
     path = write(tmp_path, "strategy.bucket_mib: 3\n")
     with pytest.raises(ConfigError, match=r"write it nested, as strategy: {bucket_mib: VALUE}"):

@@ -1,8 +1,10 @@
 """This process's place among all, from variables that may be wrong."""
 
+import multiprocessing
+
 import pytest
 
-from drivetrain.errors import PreflightError
+from drivetrain.errors import PreflightError, UsageError
 from drivetrain.runtime.world import LINK_VARIABLE, World, host_link
 
 
@@ -19,6 +21,13 @@ def test_a_place_that_is_none_is_refused(monkeypatch, rank, size, said):
     monkeypatch.setenv("WORLD_SIZE", size)
     with pytest.raises(PreflightError, match=said):
         World.discover(cpu=True)
+
+
+def test_a_process_that_imports_the_script_again_joins_no_ranks(monkeypatch):
+    """A loader's spawned worker did, in the place of its rank."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(UsageError, match="put what trains under if __name__ == '__main__':"):
+        World.discover()
 
 
 def test_a_measured_link_is_a_number_and_none_is_0(monkeypatch):

@@ -147,6 +147,7 @@ def test_explain_joins_strategies_that_mean_the_same(command):
 def test_explain_names_the_nearest_key(command):
     for key, message in (
         ("launch.nnode", "unknown key 'launch.nnode'; did you mean 'launch.nnodes'?"),
+        ("spoons", "unknown key 'spoons'; did you mean 'strategy.spoons'?"),
         ("strategy.spoon", "has an option 'spoon'; did you mean 'strategy.spoons'?"),
         ("zzz", "unknown key 'zzz'; 'drivetrain config show' lists all keys"),
     ):

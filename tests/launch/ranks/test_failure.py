@@ -1,6 +1,7 @@
 """Which rank failed first, what follows for all hosts, and how the user is told."""
 
 import json
+import runpy
 import signal
 import sys
 import time
@@ -23,7 +24,14 @@ from drivetrain_launch.ranks.failure import (
     report,
 )
 from drivetrain_launch.ranks.watch import Hang
-from drivetrain_launch.ranks.worker import LOGS_VARIABLE, code_of, fail, lost_peer, run
+from drivetrain_launch.ranks.worker import (
+    LOGS_VARIABLE,
+    code_of,
+    fail,
+    lost_peer,
+    run,
+    traceback_of,
+)
 from waiting_ranks import operation, view
 
 
@@ -180,6 +188,17 @@ def test_errors_that_only_say_that_a_peer_is_gone():
 def test_exit_codes_of_scripts_are_those_of_python(capsys):
     assert [code_of(SystemExit(code)) for code in (None, 0, 3, "no data", True)] == [0, 0, 3, 1, 1]
     assert capsys.readouterr().err == "no data\n"
+
+
+def test_a_package_that_cannot_be_run_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "pack_without_main").mkdir()
+    (tmp_path / "pack_without_main/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError) as caught:
+        runpy.run_module("pack_without_main", run_name="__main__")
+    caught.value.__traceback__ = caught.tb.tb_next  # without the frame of this test
+    (line,) = traceback_of(caught.value)
+    assert "'pack_without_main' is a package and cannot be directly executed" in line
 
 
 def test_a_traceback_begins_in_the_script_and_is_printed_once(tmp_path, monkeypatch, capsys):

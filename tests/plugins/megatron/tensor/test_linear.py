@@ -1,6 +1,7 @@
 """Linear layers cut by columns and by rows: equal to the whole layer, still the user's module."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -10,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain_megatron.plan.trial import run_emulated
-from drivetrain_megatron.tensor.behavior import behavior_of, detach
+from drivetrain_megatron.tensor.behavior import Own, attach, behavior_of, detach
 from drivetrain_megatron.tensor.linear import attach_column, attach_row, enter_group
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather
 from drivetrain_megatron.tensor.partition import even
@@ -150,6 +151,13 @@ def test_copies_compute_with_the_same_ranks_and_pickles_are_refused():
     run_emulated(2, body)
 
 
+def test_a_divided_layer_names_the_arguments_of_its_own_forward():
+    """transformers asks for them: generate() refused labels, and made no attention mask."""
+    module = nn.Linear(2, 2)
+    attach(module, Own())
+    assert list(inspect.signature(module.forward).parameters) == ["input"]
+
+
 class OtherForward(nn.Linear):
     def forward(self, x):
         return super().forward(x) * 2
@@ -158,9 +166,9 @@ class OtherForward(nn.Linear):
 def test_other_modules_and_shards_without_a_length_are_refused():
     def body(ranks):
         for module in (nn.Conv1d(2, 2, 1), nn.Bilinear(2, 2, 2), OtherForward(2, 2)):
-            for attach in (attach_column, attach_row):
+            for divide in (attach_column, attach_row):
                 with pytest.raises(ConfigError, match="leave it out of the plan"):
-                    attach(module, Edges(ranks), even(-1, 2, 2))
+                    divide(module, Edges(ranks), even(-1, 2, 2))
         module = layer("linear", HIDDEN, FFN, 1)
         attach_column(module, Edges(ranks, TokenShards()), even(-1, FFN, 2))
         with pytest.raises(UsageError, match="call the model itself"):
