@@ -421,7 +421,8 @@ class StrategyTraining:
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict, and keep how many samples the loss is a mean of."""
         found = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        self._evaluated = None if found[0] is None else find_batch_size(inputs)
+        samples = find_batch_size(inputs)  # type: ignore[no-untyped-call]
+        self._evaluated = None if found[0] is None else samples
         return found
 
     def _gather_rows(self, data: Any) -> Any:

@@ -269,6 +269,12 @@ def test_wizard_through_a_terminal(sandbox):
 
     terminal = start()
     answer("Where does it run?", "\r")
+    answer("Which model? [100M]", "\x04")  # Ctrl-D is as Ctrl-C
+    answer("Keep the answers in drivetrain.draft.json", "y")
+    terminal.expect(pexpect.EOF)
+
+    terminal = start()
+    answer("Where does it run?", "\r")
     answer("Which model? [100M]", "\r")
     answer("Which precision?", DOWN + "\r")
     terminal.expect_exact("Comparing the installed strategies")
