@@ -359,6 +359,7 @@ class StrategyTraining:
     model: nn.Module
     lr_scheduler: Any
     save_model: Callable[..., None]
+    gather_function: Callable[..., Any]
     _evaluated: int | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
