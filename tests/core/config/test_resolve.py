@@ -104,17 +104,14 @@ def test_a_dotted_key_in_a_file_is_to_be_nested(tmp_path):
         resolve(read_file(path), find_config=find)
 
 
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
+def test_a_key_that_belongs_elsewhere_is_sent_there(tmp_path):
+    for text, hint in (
         ("nproc_per_node: 2", "did you mean 'launch: {nproc_per_node: VALUE}'?"),
         ("launch: {cpu: true}", "did you mean 'device: cpu'?"),
         ("tp: 2", "this option: megatron; write it as strategy: {name: NAME, tp: VALUE}"),
-    ],
-)
-def test_a_key_that_belongs_elsewhere_is_sent_there(tmp_path, text, hint):
-    with pytest.raises(ConfigError, match=re.escape(hint)):
-        resolve(read_file(write(tmp_path, text)))
+    ):
+        with pytest.raises(ConfigError, match=re.escape(hint)):
+            resolve(read_file(write(tmp_path, text)))
 
 
 def test_knobs_that_take_another_ones_value():

@@ -118,17 +118,14 @@ def test_a_dry_run_shows_hosts_in_the_order_of_their_links(tmp_path, capsys):
     assert any(line.startswith("activations over pp between hosts") for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
+def test_a_topology_that_cannot_be_used_is_one_clear_line(tmp_path, capsys):
+    for words, expected in (
         ((), "--topology orders the hosts of --hosts or --hostfile, found neither"),
         (("--hosts", "n1:2,n9:2"), "measured links of every host, found none of n9"),
         (("--hosts", "n1,n2"), "expected a number of ranks for each host"),
-    ],
-)
-def test_a_topology_that_cannot_be_used_is_one_clear_line(tmp_path, capsys, words, expected):
-    assert dry_run(tmp_path, *words) == ConfigError.exit_code
-    assert expected in capsys.readouterr().err
+    ):
+        assert dry_run(tmp_path, *words) == ConfigError.exit_code
+        assert expected in capsys.readouterr().err
 
 
 def test_a_description_without_pairs_is_refused(capsys):

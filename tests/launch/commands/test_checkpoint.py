@@ -117,21 +117,20 @@ def test_a_manifest_without_aliases_is_read(command, saved):
     assert command("checkpoint", "verify", str(saved))[0] == 0
 
 
-@pytest.mark.parametrize("action", ["inspect", "verify", "export"])
-def test_what_is_no_checkpoint(command, tmp_path, action):
-    more = ["--output", "out"] if action == "export" else []
-    err = command.error("checkpoint", action, str(tmp_path / "none"), *more)
-    assert "there is no checkpoint" in err
+def test_what_is_no_checkpoint(command, tmp_path):
     folder = tmp_path / "run" / "checkpoints" / "checkpoint_0"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
-    beside = command.error("checkpoint", action, str(folder.parent / "checkpoint_1"), *more)
-    assert f"checkpoint_1; those beside it: {folder}; name one of them" in beside
-    for path, message in (
-        (folder / "manifest.json", "expected the folder of a checkpoint, found the file"),
-        (tmp_path / "run", f"found checkpoints below it: {folder}; name one of them"),
-    ):
-        assert message in command.error("checkpoint", action, str(path), *more, code=4)
+    for action, *more in (("inspect",), ("verify",), ("export", "--output", "out")):
+        err = command.error("checkpoint", action, str(tmp_path / "none"), *more)
+        assert "there is no checkpoint" in err
+        beside = command.error("checkpoint", action, str(folder.parent / "checkpoint_1"), *more)
+        assert f"checkpoint_1; those beside it: {folder}; name one of them" in beside
+        for path, message in (
+            (folder / "manifest.json", "expected the folder of a checkpoint, found the file"),
+            (tmp_path / "run", f"found checkpoints below it: {folder}; name one of them"),
+        ):
+            assert message in command.error("checkpoint", action, str(path), *more, code=4)
 
 
 def test_verify_finds_nothing_wrong(command, saved):

@@ -190,21 +190,18 @@ def test_what_cannot_be_compared_is_shown_with_its_reason(verify):
         assert (done.returncode, done.stdout) == (8, said)
 
 
-@pytest.mark.parametrize(
-    ("said", "ending", "reason"),
-    [
+def test_the_reason_of_a_failure_is_the_first_ranks_last_words():
+    late = "drivetrain.errors.UsageError: of another rank"
+    for said, ending, reason in (
         ("Traceback:\n  deep()\nValueError: no corpus\n\n", "failed", "ValueError: no corpus"),
         ("error: no\n  strategy", "refused", "no strategy"),
         ("drivetrain.errors.CollectiveError: lost\nKilled", "failed", "Killed"),
         ("", "failed", "exit code 3"),
-    ],
-)
-def test_the_reason_of_a_failure_is_the_first_ranks_last_words(said, ending, reason):
-    for output in (said, f"error: of a start before\nrank 1 failed first (3)\n{said}"):
-        late = "drivetrain.errors.UsageError: of another rank"
-        for rest in ("", "\nstopped with it: rank 0\n", f"\nstopped with it: rank 0\n{late}\n"):
-            found = _failed(output + rest if said else said, 3)
-            assert (found.ending, found.reason, found.code) == (ending, reason, 3)
+    ):
+        for output in (said, f"error: of a start before\nrank 1 failed first (3)\n{said}"):
+            for rest in ("", "\nstopped with it: rank 0\n", f"\nstopped with it: rank 0\n{late}\n"):
+                found = _failed(output + rest if said else said, 3)
+                assert (found.ending, found.reason, found.code) == (ending, reason, 3)
 
 
 class Recorded:

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from drivetrain.runtime.parts import Part
@@ -17,19 +16,17 @@ VALUES = {
 SAVED = InMemory({("weight", state): torch.full((3,), value) for state, value in VALUES.items()})
 
 
-@pytest.mark.parametrize(
-    ("worker", "own", "moment"), [(0, 2.0, 10.0), (2, 9.0, 60.0), (None, 5.0, 30.0)]
-)
-def test_a_worker_reads_its_own_state_and_others_the_mean(worker, own, moment):
+def test_a_worker_reads_its_own_state_and_others_the_mean():
     assert saved_workers(SAVED) == 3
     assert optimizers_apart(SAVED) == {0}
-    reader = WorkerReader(SAVED, 3, worker, outer=True)
-    found = {state: reader.read("weight", state).tolist() for _, state in reader.keys()}  # noqa: SIM118
-    expected = {"": own, "0.exp_avg": moment, "0.outer": 1.0, "0.outer_momentum": 7.0}
-    assert found == {state: [value] * 3 for state, value in expected.items()}
-    assert reader.read("weight", "", Part.range_of((3,), 1, 3)).tolist() == [own] * 2
-    alone = WorkerReader(SAVED, 3, worker, outer=False)
-    assert {state for _, state in alone.keys()} == {"", "0.exp_avg"}  # noqa: SIM118
+    for worker, own, moment in ((0, 2.0, 10.0), (2, 9.0, 60.0), (None, 5.0, 30.0)):
+        reader = WorkerReader(SAVED, 3, worker, outer=True)
+        found = {state: reader.read("weight", state).tolist() for _, state in reader.keys()}  # noqa: SIM118
+        expected = {"": own, "0.exp_avg": moment, "0.outer": 1.0, "0.outer_momentum": 7.0}
+        assert found == {state: [value] * 3 for state, value in expected.items()}
+        assert reader.read("weight", "", Part.range_of((3,), 1, 3)).tolist() == [own] * 2
+        alone = WorkerReader(SAVED, 3, worker, outer=False)
+        assert {state for _, state in alone.keys()} == {"", "0.exp_avg"}  # noqa: SIM118
 
 
 def test_fewer_workers_than_were_saved_go_on_from_the_mean():
