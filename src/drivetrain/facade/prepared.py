@@ -688,7 +688,6 @@ class RunState:
         key = tuple(sizes.items())
         if key not in self._meshes:
             self._meshes[key] = Mesh.build(sizes, self.world)
-            self._meshes[key].end_with_groups()
         return self._meshes[key]
 
     def _lay_out(self, resolved: Resolved) -> Run:

@@ -8,13 +8,12 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
-from weakref import WeakSet, finalize
 
 import torch.distributed as dist
 
 from drivetrain.config.outline import check_axes
 from drivetrain.errors import ConfigError
-from drivetrain.runtime.world import World, is_open
+from drivetrain.runtime.world import World
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,10 +94,6 @@ class HostLevels(NamedTuple):
     far: Axis
 
 
-_left: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Groups that nobody uses any more: each has threads and connections until it is destroyed."""
-
-
 class Mesh(dict[str, Axis]):
     """The axes of a run by name, the closest first.
 
@@ -116,7 +111,6 @@ class Mesh(dict[str, Axis]):
         self._given_lines = lines
         self._started: dict[tuple[str, int], Axis] = {}
         self._parts: dict[str, Axis] = {}
-        self._groups: list[dist.ProcessGroup] = []
 
     @classmethod
     def build(cls, sizes: Mapping[str, int], world: World) -> "Mesh":
@@ -127,12 +121,9 @@ class Mesh(dict[str, Axis]):
         Raises:
             ConfigError: the sizes do not multiply to the world's size.
         """
-        for group in filter(is_open, tuple(_left)):
-            if dist.get_backend(group) == "gloo":  # NCCL's ranks end a group together
-                dist.destroy_process_group(group)
         mesh = cls.plan(sizes, world)
         for name, axis in mesh.items():
-            mesh[name] = mesh._start(axis, lines_along(name, sizes), world)
+            mesh[name] = _start(axis, lines_along(name, sizes), world)
         return mesh
 
     @classmethod
@@ -144,13 +135,6 @@ class Mesh(dict[str, Axis]):
         """
         check_axes(sizes, world.size)
         return cls({name: _axis_of(name, lines_along(name, sizes), world) for name in sizes})
-
-    def end_with_groups(self) -> None:
-        """Let the next ``build`` destroy the process groups if nothing refers to the mesh by then.
-
-        Not at once: Python may find that out in the middle of one of torch's own loops over groups.
-        """
-        finalize(self, _left.update, self._groups).atexit = False
 
     def neighbors(self, name: str, size: int) -> Axis:
         """Return this rank's group of ``size`` neighbors on an axis, without starting anything.
@@ -260,7 +244,7 @@ class Mesh(dict[str, Axis]):
         Collective over all ranks of the run; the axis has more than one rank.
         """
         lines = list(self._lines(name))
-        started = (self._start(self[name], lines, world).group for _ in range(count))
+        started = (_start(self[name], lines, world).group for _ in range(count))
         return tuple(group for group in started if group is not None)
 
     def per_host(self, name: str, world: World) -> int:
@@ -317,20 +301,8 @@ class Mesh(dict[str, Axis]):
         """Start the groups of a part of an axis, unless that was done before."""
         key = (axis.name, axis.size)
         if key not in self._started:
-            self._started[key] = self._start(axis, groups, world)
+            self._started[key] = _start(axis, groups, world)
         return self._started[key]
-
-    def _start(self, axis: Axis, lines: Iterable[tuple[int, ...]], world: World) -> Axis:
-        """Start the process groups of an axis; all ranks start all lines, in the same order."""
-        if axis.size == 1:
-            return axis
-        mine = None
-        for line in lines:
-            group = dist.new_group(list(line), timeout=world.timeout)
-            if world.rank in line:
-                mine = group
-                self._groups.append(group)
-        return replace(axis, group=mine)
 
     def __missing__(self, name: str) -> Axis:
         raise KeyError(f"no axis {name!r} in this mesh; axes: {list(self)}")
@@ -355,6 +327,18 @@ def _runs(line: tuple[int, ...], world: World) -> list[tuple[str, int]]:
 def _placed(line: tuple[int, ...], world: World) -> str:
     counts = ", ".join(f"{count} on {host!r}" for host, count in _runs(line, world))
     return f"along ranks {', '.join(map(str, line))}: {counts}"
+
+
+def _start(axis: Axis, lines: Iterable[tuple[int, ...]], world: World) -> Axis:
+    """Start the process groups of an axis; all ranks start all lines, in the same order."""
+    if axis.size == 1:
+        return axis
+    mine = None
+    for line in lines:
+        group = dist.new_group(list(line), timeout=world.timeout)
+        if world.rank in line:
+            mine = group
+    return replace(axis, group=mine)
 
 
 # --- the lines of a mesh ---

@@ -552,7 +552,7 @@ def begin_meeting(group: dist.ProcessGroup, order: str = "") -> int:
 
 def reached() -> dict[str, int]:
     """Return how many meetings and operations this process has begun, by place."""
-    groups = [(group, dict(found)) for group, found in list(_meetings.items()) if is_open(group)]
+    groups = [(group, dict(found)) for group, found in list(_meetings.items()) if _is_open(group)]
     counts = {f"{group.group_name}{o}": n for group, found in groups for o, n in found.items()}
     return counts | {thread.place: thread.submitted for thread in _counting_threads()}
 
@@ -607,7 +607,7 @@ def _counting_threads() -> list[CountingThread]:
     return [thread for thread in threading.enumerate() if isinstance(thread, CountingThread)]
 
 
-def is_open(group: dist.ProcessGroup) -> bool:
+def _is_open(group: dist.ProcessGroup) -> bool:
     """Whether a group was not destroyed: torch gives the names of such groups to new ones."""
     try:
         return bool(dist.get_process_group_ranks(group))

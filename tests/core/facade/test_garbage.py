@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from drivetrain import Accelerator
@@ -91,3 +92,21 @@ def test_trainings_that_are_dropped_and_never_ended_are_freed():
     for thread in threading.enumerate():
         if thread.name.startswith("drivetrain-ring"):
             thread.join()
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_a_rank_may_keep_what_another_drops():
+    """Groups that a script starts later have names of their own on all ranks."""
+    kept = []
+    for _ in range(3):
+        accelerator = Accelerator(cpu=True)
+        model = nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+        if accelerator.is_main_process:
+            kept.append((accelerator, model, optimizer))
+        del accelerator, model, optimizer
+        gc.collect()
+    dist.barrier(dist.new_group([0, 1], use_local_synchronization=True))
+    kept.clear()

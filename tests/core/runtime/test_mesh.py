@@ -1,15 +1,11 @@
 """Groups of neighbors on an axis of the mesh, and the ranks across them."""
 
-import gc
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.distributed_c10d import _world
 
-from drivetrain import Accelerator
 from drivetrain.errors import ConfigError
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
@@ -129,17 +125,3 @@ def test_uneven_hosts_are_refused_on_all_ranks():
                 mesh.per_host("dp", world)
             assert found in str(caught.value)
             assert "give the number of neighbors" in str(caught.value)
-
-
-@pytest.mark.ranks(2)
-def test_groups_of_trainings_that_are_gone_are_destroyed_when_another_begins():
-    counts = []
-    for _ in range(3):
-        model = nn.Linear(2, 1)
-        accelerator = Accelerator(cpu=True)
-        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        accelerator.free_memory()
-        del accelerator
-        gc.collect()
-        counts.append(len(_world.pg_map))
-    assert counts == counts[:1] * 3
