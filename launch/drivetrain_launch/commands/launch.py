@@ -171,9 +171,9 @@ def check_slot(resolved: Resolved, surroundings: Surroundings | None) -> None:
     ranks = resolved.run.launch.nproc_per_node
     if surroundings is not None and surroundings.slot is not None and ranks != 1:
         raise ConfigError(
-            f"launch.nproc_per_node: {surroundings.name} starts one process per rank, found "
-            f"{ranks}; leave the number out, or start one process per host; --standalone where "
-            "these variables are left over"
+            f"launch.nproc_per_node: expected 1 under {surroundings.name}, where each process is "
+            f"one rank, found {ranks}; leave the number out, or start one process per host; "
+            "--standalone where these variables are left over"
         )
 
 

@@ -181,7 +181,7 @@ def test_one_process_per_rank_refuses_another_number(command, monkeypatch):
     for name, text in MPI.items():
         monkeypatch.setenv(name, text)
     err = command.error("launch", "--strategy", "toy", "--dry-run", "--nproc-per-node", "2")
-    assert "Open MPI starts one process per rank, found 2; leave the number out" in err
+    assert "expected 1 under Open MPI, where each process is one rank, found 2; leave the" in err
 
 
 MEET = """
