@@ -56,7 +56,7 @@ from drivetrain.parallel.optimizer_backend import BoundOptimizer
 from drivetrain.parallel.options import Until
 from drivetrain.parallel.reduce import Reduce
 from drivetrain.parallel.replicated import ForwardHook
-from drivetrain.parallel.unit import FlatParameter, Unit
+from drivetrain.parallel.unit import FlatParameter, NearPart, Unit
 
 _MOST = torch.finfo(FP8).max
 
@@ -452,9 +452,8 @@ class Gather:
         self._largest = Largest()
         for unit in units:
             if any(slot.name in in_bytes for slot in unit.slots):
-                unit.in_bytes = GatherInBytes(
-                    unit.flats, in_bytes, unit.communicator, self._largest
-                )
+                coder = GatherInBytes(unit.flats, in_bytes, unit.communicator, self._largest)
+                unit.in_bytes = coder.gather
         for unit in units:
             unit.absent = AbsentGuard(unit, self)
             unit.reshard()
@@ -496,7 +495,8 @@ class Gather:
             if self._neighbors is not None and unit.whole and not needed:
                 if unit.changed():
                     self._keep_changes(unit)
-                unit.reshard_to_neighbors(self._neighbors)
+                unit.near = NearPart(unit.values, self._neighbors)
+                unit.reshard()
             else:
                 self.reshard(unit)
 
@@ -897,11 +897,11 @@ class ModuleHook:
         for unit in self._units:
             self._gather.unshard(unit)
         if torch.is_grad_enabled():
-            inputs = []
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                    inputs.append(leaf)
-            hook = CountedHook(len(inputs), self._units, self._gather)
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            inputs = [leaf for leaf in leaves if leaf.requires_grad and not leaf.is_leaf]
+            # It holds nothing of the graph: autograd's nodes keep their hooks, and a hook that
+            # keeps nodes, as that of ``register_multi_grad_hook``, makes a cycle, never freed.
+            hook = partial(self._passed, itertools.count(1), len(inputs))
             for leaf in inputs:
                 leaf.register_hook(hook)  # type: ignore[no-untyped-call]  # dies with the graph
 
@@ -912,28 +912,8 @@ class ModuleHook:
                 self._gather.post_forward(unit, outputs)
         self._gather.leave(self)
 
-
-class CountedHook:
-    """A hook of a module's inputs: when the gradients of all of them have come, units are freed.
-
-    It holds nothing of the graph: autograd's nodes keep their hooks, and a hook that keeps nodes
-    makes a cycle that is never freed. (``register_multi_grad_hook`` does.)
-
-    Args:
-        count: how many inputs there are.
-        units: the units that the module needs.
-        gather: frees them.
-    """
-
-    def __init__(self, count: int, units: Sequence[Unit], gather: Gather) -> None:
-        self._count = count
-        self._units = units
-        self._gather = gather
-        self._seen = 0
-
-    def __call__(self, gradient: Tensor) -> None:
-        """Count one gradient."""
-        self._seen += 1
-        if self._seen % self._count == 0:
+    def _passed(self, seen: Iterator[int], inputs: int, gradient: Tensor) -> None:
+        """Free the units when the gradients of all inputs have come; retained graphs come again."""
+        if next(seen) % inputs == 0:
             for unit in self._units:
                 self._gather.reshard(unit)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -581,13 +581,6 @@ class SecondaryShard:
 # --- one unit on one rank ---
 
 
-class GathersValues(Protocol):
-    """Gathers the values of a unit in its own way."""
-
-    def gather(self, label: str) -> Handle:
-        """Start to gather them; this rank's part is in its place."""
-
-
 class Unit:
     """Parameters that are gathered and freed together.
 
@@ -614,7 +607,8 @@ class Unit:
         holds: how many users keep the unit whole.
         near: a copy of a part of the values, from which few neighbors can restore them.
         secondary: a part that is kept for good, from which the ranks of this host can.
-        in_bytes: gathers weights of products in fp8 in 8 bits; None: there are none.
+        in_bytes: starts to gather the values, weights of products in fp8 in 8 bits; takes a label.
+            None: there are no such weights.
         storages: the identities of the values' storages, which last as long as the unit.
         versions: of the parameters when ``changed`` was last asked; None before their values came.
         digests: of the values then, or when they came; None where nobody looks for writes that
@@ -642,7 +636,7 @@ class Unit:
         self.holds = 0
         self.near: NearPart | None = None
         self.secondary: SecondaryShard | None = None
-        self.in_bytes: GathersValues | None = None
+        self.in_bytes: Callable[[str], Handle] | None = None
         self.absent: Guard = self
         self._guarded_by: Guard | None = None
         self.versions: list[int] | None = None
@@ -723,7 +717,7 @@ class Unit:
         if self.in_bytes is None:
             return self._approximation(label)(self._parts, fill)
         fill()
-        return self.in_bytes.gather(label)
+        return self.in_bytes(label)
 
     def _approximation(self, label: str) -> GatherChannel:
         """Return the channel between hosts: of values, or where these stay, of updates."""
@@ -865,11 +859,6 @@ class Unit:
         for memory, _ in self._memory:
             offer(memory)
             memory.resize_(0)
-
-    def reshard_to_neighbors(self, neighbors: Communicator) -> None:
-        """Free a whole unit, but keep parts from which a few neighbors can restore the unit."""
-        self.near = NearPart(self.values, neighbors)
-        self.reshard()
 
     def accept(self, everyone: Communicator, source: int = 0) -> None:
         """Make one rank's whole values those of all ranks, and this rank's shards follow."""
