@@ -316,11 +316,6 @@ class Placement:
                 "on all ranks, the accelerator.reduce() of it for example, or let a buffer hold it"
             )
 
-    def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
-        """Return the units of parameters, in order."""
-        wanted = {self._units[self.slots[one]] for one in parameters if one in self.slots}
-        return [unit for unit in self.units if unit in wanted]
-
     def slots_of(self, parameters: Iterable[nn.Parameter]) -> list[ParameterSlot]:
         """Return the slots of those parameters that lie in units."""
         return [self.slots[p] for p in parameters if p in self.slots]
@@ -335,15 +330,6 @@ class Placement:
             if fragment is not None and fragment.grad is not None:
                 found[slot] = fragment.grad
         return found
-
-    def clear_gradients(self, *, set_to_none: bool) -> None:
-        """Clear the gradients of this rank's fragments."""
-        for slot, gradient in self.gradients().items():
-            fragment = self.fragment_of(slot)
-            if fragment is not None and set_to_none:
-                fragment.grad = None
-            else:
-                gradient.zero_()
 
     def send_around(self, stepped: Collection[Unit], *, exact: bool = False) -> None:
         """Bring the updated ranges of other ranks to where they are kept, in the order of forward.

@@ -593,7 +593,7 @@ class ShownGradients:
         if isinstance(given, DividedGradient) and given.place is self.of[slot].place:
             values = given.piece()
         else:
-            values = slot.cut(_whole(given))
+            values = slot.cut(given.whole() if isinstance(given, DividedGradient) else given)
         self._drop([slot])
         self._put(slot, values)
         if not isinstance(given, DividedGradient):
@@ -646,13 +646,11 @@ class ShownGradients:
         if norm_type not in self._norms:
             self._check_averaged(slot)
             self.follow()
-            pieces = [self._piece_or_none(each) for each in self._units]
+            having = {slot for slot, unit in self._units.items() if unit.of[slot].has(slot)}
+            pieces = [self.piece(slot) if slot in having else None for slot in self._units]
             norms = norms_of_each(pieces, norm_type, over=self._sharing(), device=self._device)
             self._norms[norm_type] = dict(zip(self._units, norms.unbind(), strict=True))
         return self._norms[norm_type][slot]
-
-    def _piece_or_none(self, slot: ParameterSlot) -> Tensor | None:
-        return self.piece(slot) if self._units[slot].of[slot].has(slot) else None
 
     def _sharing(self) -> Sequence[Communicator]:
         return [self.ranks.sharing] if self.ranks.sharing.size > 1 else []
@@ -764,7 +762,3 @@ class SlotPlace:
                 "that the model is gone; keep it, or whole values of the gradient"
             )
         return shown, slot
-
-
-def _whole(given: Tensor) -> Tensor:
-    return given.whole() if isinstance(given, DividedGradient) else given

@@ -69,7 +69,6 @@ from drivetrain.parallel.placement import Placement, Ranks, connect_line, edits_
 from drivetrain.parallel.reduce import LentBuffers, Reduce
 from drivetrain.parallel.replicated import replicate
 from drivetrain.parallel.unit import (
-    FlatParameter,
     Unit,
     followed,
     is_ahead,
@@ -145,12 +144,19 @@ class ShardedState(TrainingState):
         yield from kept_by(self._ranks.summing)
 
     def _weights(self) -> Iterator[Shard]:
+        """Yield this rank's shares, with what the script wrote beside masters."""
         units = self._placement.units
         replaced = {slot for unit in units for slot in unit.replaced()}
         ahead = {flat for unit in units for flat in unit.flats if is_ahead(unit, flat)}
         for slot in self._placement:
             if slot.owned_numel:
-                held = self._weight(slot, replaced, ahead)
+                flat = self._placement.flat_of(slot)
+                held = self._backend.master(flat, slot)
+                if slot in replaced:
+                    data = slot.in_memory_order(slot.parameter.detach())
+                    held = _followed(held, data[slice(*slot.owned)])
+                elif flat in ahead:
+                    held = _followed(held, flat.values[slot.own])
                 yield from _shards(slot.name, "", slot, held)
             elif not slot.numel and self._ranks.first:
                 empty = torch.empty(slot.shape, dtype=slot.master, device="cpu")
@@ -194,7 +200,10 @@ class ShardedState(TrainingState):
             for name, tensor in weights_in(reader, outside).items():
                 tensor.copy_(reader.read(name))
             for slot in weights_in(reader, self._slots).values():
-                self._load_master(reader, slot)
+                if slot.owned_numel:
+                    values = torch.empty(slot.owned_numel, dtype=slot.master, device="cpu")
+                    _read(reader, "", slot, values)
+                    self._backend.set_master(self._placement.flat_of(slot), slot, values)
         for index, bound in enumerate(self._optimizers):
             self._load_states(index, reader, {*bound.slots, *outside})
         place.send_around(place.units, exact=True)
@@ -212,7 +221,8 @@ class ShardedState(TrainingState):
         if modify and self._backend.take_over_late():  # changes come on top of what is newest
             gather.values_changed()
             place.send_around(place.units)
-        units = place.units_of(parameters)
+        wanted = {place.unit_of(slot) for slot in place.slots_of(parameters)}
+        units = [unit for unit in place.units if unit in wanted]
         for unit in units:
             if unit.resident:
                 unit.wait_for_unshard()
@@ -242,8 +252,13 @@ class ShardedState(TrainingState):
     def _fragments_states(self, index: int, names: Iterable[str]) -> Iterator[Shard]:
         bound = self._optimizers[index]
         for slot in (bound.slots[name] for name in names if name in bound.slots):
-            if slot in bound.held:
-                yield from self._optimizer_shards(index, bound, slot)
+            for key, held in self._backend.states(bound, slot) if slot in bound.held else ():
+                name, values = f"{index}.{key}", held.values
+                if slot.divided and values.shape == slot.fragment_shape:
+                    in_order = held._replace(values=slot.fragment_in_order(values))
+                    yield from _shards(slot.name, name, slot, in_order)
+                elif slot.owned[0] == 0:  # the owner of the first element speaks for all
+                    yield Shard.whole(slot.name, name, values, fresh=held.fresh)
 
     def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
         """Load this rank's share of an optimizer's state for some parameters.
@@ -319,41 +334,6 @@ class ShardedState(TrainingState):
         slots, model = self._slots, self._strategy.model
         rest = {name: p for name, p in named_parameters(model).items() if name not in slots}
         return {**rest, **persistent_buffers(model)}
-
-    def _weight(
-        self,
-        slot: ParameterSlot,
-        replaced: Collection[ParameterSlot],
-        ahead: Collection[FlatParameter],
-    ) -> Held:
-        """Return this rank's share of a parameter, with what the script wrote beside a master."""
-        flat = self._placement.flat_of(slot)
-        held = self._backend.master(flat, slot)
-        if slot in replaced:
-            return _followed(held, _owned_data(slot))
-        return _followed(held, flat.values[slot.own]) if flat in ahead else held
-
-    def _optimizer_shards(
-        self, index: int, bound: BoundOptimizer, slot: ParameterSlot
-    ) -> Iterator[Shard]:
-        for key, held in self._backend.states(bound, slot):
-            name, values = f"{index}.{key}", held.values
-            if slot.divided and values.shape == slot.fragment_shape:
-                in_order = held._replace(values=slot.fragment_in_order(values))
-                yield from _shards(slot.name, name, slot, in_order)
-            elif slot.owned[0] == 0:  # the owner of the first element speaks for all
-                yield Shard.whole(slot.name, name, values, fresh=held.fresh)
-
-    def _load_master(self, reader: Reader, slot: ParameterSlot) -> None:
-        if slot.owned_numel:
-            values = torch.empty(slot.owned_numel, dtype=slot.master, device="cpu")
-            _read(reader, "", slot, values)
-            self._backend.set_master(self._placement.flat_of(slot), slot, values)
-
-
-def _owned_data(slot: ParameterSlot) -> Tensor:
-    """Return this rank's share of the data that the script set on a parameter."""
-    return slot.in_memory_order(slot.parameter.detach())[slice(*slot.owned)]
 
 
 def _followed(held: Held, own: Tensor) -> Held:
@@ -707,7 +687,12 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
             self.reduce.shown.clear(self.reduce.shown.of if slots is None else slots)
         self.reduce.forget(slots, set_to_none=set_to_none)
         if bound is None:
-            self.placement.clear_gradients(set_to_none=set_to_none)
+            for slot, gradient in self.placement.gradients().items():
+                fragment = self.placement.fragment_of(slot)
+                if fragment is not None and set_to_none:
+                    fragment.grad = None
+                else:
+                    gradient.zero_()
 
     def close(self) -> None:
         """Take everything off; parameters that are whole become ordinary ones.
