@@ -416,7 +416,7 @@ class ParameterSlot:
             rank: this rank among those that share the unit.
             first: where the owned range begins in the rank's shard.
         """
-        plain = _plain(place.shape)
+        plain = torch.empty(place.shape, device="meta").stride()
         strides = parameter.stride() if is_dense(parameter) else plain
         owned = place.shares[rank]
         numel = owned[1] - owned[0]
@@ -499,7 +499,3 @@ def _ordered(values: Tensor, strides: tuple[int, ...]) -> Tensor:
     ordered = values.new_empty(values.numel())
     ordered.as_strided(values.shape, strides).copy_(values)
     return ordered
-
-
-def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()

@@ -75,7 +75,12 @@ def check_apart(tensors: Mapping[str, Tensor]) -> None:
     sharing: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
-            _check_by_itself(name, tensor)
+            if tensor.requires_grad and distinct(tensor).numel() != tensor.numel():
+                raise UsageError(
+                    f"expected parameters with a place in memory for each element, found {name!r}, "
+                    "which is expanded: no optimizer can update it; train what it is expanded "
+                    "from, or a clone() of it"
+                )
             sharing[tensor.untyped_storage()._cdata].append((name, tensor))
     for members in sharing.values():
         if len(members) > 1:
@@ -88,15 +93,6 @@ def distinct(tensor: Tensor) -> Tensor:
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
-
-
-def _check_by_itself(name: str, tensor: Tensor) -> None:
-    if tensor.requires_grad and distinct(tensor).numel() != tensor.numel():
-        raise UsageError(
-            f"expected parameters with a place in memory for each element, found {name!r}, which "
-            "is expanded: no optimizer can update it; train what it is expanded from, or a "
-            "clone() of it"
-        )
 
 
 def _check_storage(members: Sequence[tuple[str, Tensor]]) -> None:
@@ -159,8 +155,9 @@ def replicate(
     if communicator.size == 1:
         return
     with torch.no_grad():
-        for group in _groups(tensors):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+        alike = grouped(distinct(tensor.detach()) for tensor in tensors).values()
+        for group in itertools.chain.from_iterable(map(batched, alike)):
+            flat = torch.cat([tensor.reshape(-1) for tensor in group])
             communicator.broadcast(flat, source, label=label).wait()
             if communicator.rank != source:
                 _scatter(flat, group)
@@ -174,11 +171,6 @@ def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
         with torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
             tensor.copy_(piece)
         offset += tensor.numel()
-
-
-def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    for group in grouped(distinct(tensor.detach()) for tensor in tensors).values():
-        yield from batched(group)
 
 
 def batched(
@@ -337,7 +329,8 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
             if parameter.requires_grad is (parameter in self.hooked):
                 continue
             if parameter not in self.hooked:
-                self.hooked[parameter] = on_gradient(parameter, self._hook_of(parameter))
+                hook = partial(self._came, parameter)
+                self.hooked[parameter] = on_gradient(parameter, hook)
             elif not self.rounds.kept:  # else it was frozen with gradients that wait
                 self.hooked.pop(parameter).remove()
 
@@ -351,15 +344,12 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
         self.follow()
         self.rounds.run(run)
 
-    def _hook_of(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
-        def came(_: Tensor) -> None:
-            if self.rounds.synchronizing:
-                self.rounds.enter()
-                self.gradient_came(parameter)
-            else:
-                self.rounds.kept = True
-
-        return came
+    def _came(self, parameter: nn.Parameter, _: Tensor) -> None:
+        if self.rounds.synchronizing:
+            self.rounds.enter()
+            self.gradient_came(parameter)
+        else:
+            self.rounds.kept = True
 
     def _let_go(self) -> None:
         self.rounds.give_up()

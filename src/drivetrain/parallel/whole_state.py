@@ -423,7 +423,8 @@ class StateExchange:
 
     def _room(self, told: Told) -> tuple[Tensor, Told]:
         """Return zeros, and the state with a place among them for each tensor."""
-        facts = [each for state in told.values() for each in state.values() if _is_tensor(each)]
+        everything = [each for state in told.values() for each in state.values()]
+        facts = [each for each in everything if isinstance(each, StateFacts)]
         device = torch.device(facts[0].device if facts else "cpu")
         if size_of(self._group) > 1:
             device = device_of(self._group, device) or device
@@ -433,7 +434,7 @@ class StateExchange:
         for name, state in told.items():
             found[name] = dict(state)
             for key, each in state.items():
-                if _is_tensor(each):
+                if isinstance(each, StateFacts):
                     place = memory[start : start + each.nbytes]
                     found[name][key] = place.view(each.dtype).view(each.shape)
                     start += _room_of(each)
@@ -487,10 +488,6 @@ def _key(state: str) -> str:
     return state.partition(".")[2]
 
 
-def _is_tensor(facts: Any) -> bool:
-    return isinstance(facts, StateFacts)
-
-
 def _room_of(facts: StateFacts) -> int:
     return -(-facts.nbytes // _ALIGNED) * _ALIGNED
 
@@ -506,9 +503,9 @@ def _joined(name: str, everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for state in everyone:
         for key, each in state.items():
             told.setdefault(key, each)
-            counts[key] += each.elements if _is_tensor(each) else 0
+            counts[key] += each.elements if isinstance(each, StateFacts) else 0
     for key, each in told.items():
-        if _is_tensor(each) and counts[key] != prod(each.shape):
+        if isinstance(each, StateFacts) and counts[key] != prod(each.shape):
             raise RankMismatchError(
                 f"expected {prod(each.shape)} elements of state {key!r} of {name!r} on all ranks "
                 f"together, found {counts[key]}; ranks have stepped differently: load a checkpoint"
@@ -618,9 +615,8 @@ class WholeOptimizer:
             return {**self._optimizer.state[key]}
         member = self._member(key)
         operation = f"optimizer.state of {member.name!r} {_TOGETHER}"
-        return StateExchange(self._optimizer, member.holder).whole([member.name], operation)[
-            member.name
-        ]
+        exchange = StateExchange(self._optimizer, member.holder)
+        return exchange.whole([member.name], operation)[member.name]
 
     def replace(self, states: Mapping[Any, State]) -> None:
         """Replace the state of some keys."""
@@ -640,7 +636,9 @@ class WholeOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's form, on the CPU of every rank."""
         operation = f"optimizer.state_dict() {_TOGETHER}"
-        numbers = self._numbers()
+        numbers: dict[int, int] = {}  # of the first place of each parameter, by identity
+        for number, given in enumerate(self._all):
+            numbers.setdefault(given.key, number)
         state: dict[Any, Any] = {
             numbers[member.given.key]: {
                 key: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -649,8 +647,8 @@ class WholeOptimizer:
             for member, each in self._walk(operation, nbytes=MOST_BYTES)
         }
         groups = [
-            {**group, **given.kernels, "params": [numbers[each.key] for each in given.parameters]}
-            for group, given in zip(self._optimizer.param_groups, self._groups, strict=True)
+            {**group, **known.kernels, "params": [numbers[each.key] for each in known.parameters]}
+            for group, known in zip(self._optimizer.param_groups, self._groups, strict=True)
         ]
         return {"state": dict(sorted(state.items())) | self._others(), "param_groups": groups}
 
@@ -724,13 +722,6 @@ class WholeOptimizer:
             "expected groups of parameters of prepared models, found one that was added to the "
             "optimizer before prepare(); use add_param_group() of what prepare() returned"
         )
-
-    def _numbers(self) -> dict[int, int]:
-        """Return the number of each parameter in a state dict, by identity."""
-        numbers: dict[int, int] = {}
-        for number, each in enumerate(self._all):
-            numbers.setdefault(each.key, number)
-        return numbers
 
     def _others(self) -> dict[Any, Any]:
         """Return state that belongs to no parameter, which every rank has."""
