@@ -317,27 +317,24 @@ class SavedState:
         Raises:
             CheckpointError: on every rank.
         """
-        doing = f"load {reader.directory}"
-        loaded = together(
-            self.state.world, doing, partial(_owners, reader, self.state.models, left)
-        )
+        tried = partial(together, self.state.world, f"load {reader.directory}")
+        loaded = tried(partial(_owners, reader, self.state.models, left))
         for i, entry in enumerate(loaded):
             reader.model(i).partial = entry not in left
-        states = together(self.state.world, doing, partial(self._check, reader, loaded))
+        states = tried(partial(self._check, reader, loaded))
         for i, entry in enumerate(loaded):
             saved = reader.model(i)
-            together(self.state.world, doing, partial(_take_links, entry, reader.state, i))
-            together(self.state.world, doing, partial(entry.strategy.state.load, saved))
+            tried(partial(_take_links, entry, reader.state, i))
+            tried(partial(entry.strategy.state.load, saved))
             entry.load_param_groups(reader.state["groups"][i])
             changed = entry.converted(saved, self.state.world)
             if changed:
                 logger.warning(
                     f"{reader.directory}: weights of model {i} were converted: {changed}"
                 )
-        rest = partial(self._load_rest, reader.state, loaded, states, rewinds=rewinds)
-        together(self.state.world, doing, rest)
+        tried(partial(self._load_rest, reader.state, loaded, states, rewinds=rewinds))
         if rewinds:
-            together(self.state.world, doing, partial(self._load_rng, reader))
+            tried(partial(self._load_rng, reader))
         samples = self.state.samples_per_step(self.state.window.num_steps)
         before = reader.state.get("samples", 0)
         if samples and before and samples != before:
@@ -588,7 +585,10 @@ class RunCheckpoints:
         self.state.resumption.asked = True
         memory, reader = self._memory, None
         newer = partial(memory.open_newest, hashed=verify != "size") if memory is not None else None
-        if self.is_there(input_dir):
+        anew = share(self.state.world, self.state.resumption.begins_anew, bool)
+        has_folder = input_dir is not None or self.state.project.checkpoints is not None
+        looks = memory is None or has_folder  # a run may save in memory alone
+        if looks and not anew and self._folder.holds(input_dir):
             reader = self._folder.open(input_dir, verify, newer)
         elif newer is not None:
             reader = newer(None)
@@ -640,18 +640,6 @@ class RunCheckpoints:
 
         together(self.state.world, f"load {directory}", call)
         return [e for e in self.state.models if any(e.model is model for model in models)]
-
-    def is_there(self, input_dir: str | Path | None) -> bool:
-        """Whether there is a checkpoint to go on from, whole or not.
-
-        Args:
-            input_dir: its directory; None means one of any automatic name.
-        """
-        anew = share(self.state.world, self.state.resumption.begins_anew, bool)
-        nowhere = input_dir is None and self.state.project.checkpoints is None
-        if self._memory is not None and nowhere:
-            return False
-        return not anew and self._folder.holds(input_dir)
 
     def go_back(self) -> str:
         """Load the newest finite checkpoint of this run; loaders and random numbers go on.

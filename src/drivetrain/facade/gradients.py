@@ -122,8 +122,17 @@ class PieceGradients:
         leaves = _leaves(scaled)
         found: Sequence[Tensor | None] = ()
         if leaves:
-            with _without_hooks(leaves), _explained_checkpoints():
-                found = torch.autograd.grad(scaled, leaves, allow_unused=True, **options)
+            try:
+                with _without_hooks(leaves):
+                    found = torch.autograd.grad(scaled, leaves, allow_unused=True, **options)
+            except RuntimeError as error:
+                if "use_reentrant=True" not in str(error):
+                    raise
+                raise UsageError(
+                    "expected checkpoints with use_reentrant=False in each_piece(), found "
+                    "use_reentrant=True, whose backward writes .grad itself; change it, or take "
+                    "micro_batches(), where memory may not run out"
+                ) from error
         value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
         counted = value * weight if weight else torch.zeros_like(value)
         came = {leaf: each for leaf, each in zip(leaves, found, strict=False) if each is not None}
@@ -205,21 +214,6 @@ def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for hooks, kept in taken:
             hooks.update(kept)
-
-
-@contextmanager
-def _explained_checkpoints() -> Iterator[None]:
-    """Context in which a checkpoint that only ``Tensor.backward`` can run says what to change."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "use_reentrant=True" not in str(error):
-            raise
-        raise UsageError(
-            "expected checkpoints with use_reentrant=False in each_piece(), found use_reentrant="
-            "True, whose backward writes .grad itself; change it, or take micro_batches(), where "
-            "memory may not run out"
-        ) from error
 
 
 # --- gradients of a window ---
@@ -549,7 +543,8 @@ class WindowGradients:
         entries = self.state.owners_of(given)
         norm = self._clip_norm(entries, given, max_norm, norm_type)
         self.state.observer.clipped(norm)
-        wide = any(entry.norm_dtype is torch.float64 for entry in entries)
+        dtypes = {spec.dtype for entry in entries for spec in entry.given.parameters}
+        wide = dtypes & {torch.float64, torch.complex128}  # as torch has it, whatever was summed in
         return norm.to(torch.float64 if wide else torch.float32)
 
     def _clip_norm(
@@ -718,16 +713,13 @@ class WindowGradients:
         self._mean = WindowMean(self.state, counted)
         self.finite.losses, self.finite.norms = [], {}
 
-    def _check_sent(self) -> None:
+    def _see_gradients(self, entry: PreparedModel) -> None:
+        """Show a model's gradients, averaged and unscaled, before they are clipped or used."""
         if self.held_back is not None:
             raise UsageError(
                 "expected gradients to be clipped and optimizers to step after each_piece(), found "
                 "it in the function, before gradients are sent; move it behind"
             )
-
-    def _see_gradients(self, entry: PreparedModel) -> None:
-        """Show a model's gradients, averaged and unscaled, before they are clipped or used."""
-        self._check_sent()
         self._unscale(entry)
         self.state.observer.gradients(entry)
 

@@ -59,7 +59,7 @@ from drivetrain.parallel.whole_state import KERNELS
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import DTYPES, Precision
 from drivetrain.shards import WeightSource
-from drivetrain.strategy import Run, Strategy
+from drivetrain.strategy import Run
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint.export import ExportedWeights
@@ -181,35 +181,28 @@ class Constructions:
         ]
         return Values(source, [f"built without values: {len(missing)} tensors", *facts])
 
-    def give_values(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        strategy: Strategy[Any],
-        values: Values,
-    ) -> None:
-        """Give a model its missing values: by its strategy, but for stray tensors and states."""
-        if values.source is not None:
-            self._fill_strays(model)
-            self._fill_states(optimizers)
-            strategy.materialize(model, values.source)
-
     def give_whole_values(self, model: nn.Module) -> None:
         """Give its missing values to a model that no strategy takes over."""
         values = self.values_of(model)
         values.check()
         if values.source is not None:
-            self._fill_strays(model)
+            self.fill_beside(model)
             fill(model, meta_tensors(model), values.source, self.device)
 
     def forget(self) -> None:
         """Let go of all recordings."""
         self._constructions.clear()
 
-    def _fill_strays(self, model: nn.Module) -> None:
-        """Give values to tensors that are plain attributes, which no strategy looks after."""
+    def fill_beside(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Give values to what no strategy looks after: plain attributes, and made states."""
         for name, tensor in self._strays(model).items():
             become(tensor, self._recorded(tensor, name), name)
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                for key, tensor in state.items():
+                    if isinstance(tensor, Tensor) and tensor.is_meta:
+                        name = f"state {key} of {type(optimizer).__name__}"
+                        state[key] = self._recorded(tensor, name)
 
     def _strays(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the plain attributes to be filled; others are on meta in any construction."""
@@ -219,15 +212,6 @@ class Constructions:
             for name, tensor in stray_tensors(model).items()
             if any(recording.knows(tensor) for recording in recordings)
         }
-
-    def _fill_states(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give values to the state that optimizers make in their constructors."""
-        for optimizer in optimizers:
-            for state in optimizer.state.values():
-                for key, tensor in state.items():
-                    if isinstance(tensor, Tensor) and tensor.is_meta:
-                        name = f"state {key} of {type(optimizer).__name__}"
-                        state[key] = self._recorded(tensor, name)
 
     def _recorded(self, tensor: Tensor, name: str) -> Tensor:
         """Return the values of one tensor where ordinary construction would have put them."""
@@ -507,12 +491,11 @@ class Preparation:
         self.recomputations.before_prepare(model, choice)
         self.state.observer.before_prepare(model)
         values = self.constructions.values_of(model)
-        world, precision = self.state.world, self.state.run.precision
         names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         known = [*optimizers, *(prepared.optimizer for prepared in self.state.optimizers)]
         mine = [optimizer for optimizer in known if _holds(optimizer, names)]
         agree(
-            world,
+            self.state.world,
             f"the model {type(model).__name__}",
             [*self.state.run.links.facts(), *values.facts, *_facts(model, mine, names)],
         )
@@ -520,14 +503,15 @@ class Preparation:
         given = dataclasses.replace(ModelSpec.of(model), module=None)
         strategy = self.state.strategy(choice, given.parameters)
         try:
-            self.constructions.give_values(model, mine, strategy, values)
+            if values.source is not None:
+                self.constructions.fill_beside(model, mine)
+                strategy.materialize(model, values.source)
             if placed:
-                place(model, world.device)
+                place(model, self.state.world.device)
             self.state.note_groups(mine)
             module, bound = strategy.prepare(self._with_forward(model, strategy.run), mine)
             entry = PreparedModel(module, strategy, tuple(bound), names, given)
-            entry.check_dtypes(given.parameters, precision)
-            entry.norm_dtype = _norm_dtype(given.parameters)
+            entry.check_dtypes(given.parameters, self.state.run.precision)
         except BaseException:
             strategy.close()
             restore_loss(model)
@@ -545,7 +529,7 @@ class Preparation:
     def _follow_forwards(self, entry: PreparedModel, module: nn.Module) -> None:
         before = UninheritedHook(functools.partial(self._note_forward, entry))
         after = UninheritedHook(self._note_end)
-        load = UninheritedHook(self._note_load)
+        load = UninheritedHook(lambda *_: self.state.run.traffic.load())  # where none was refused
         entry.notes = (
             # Before the strategy's own hook, which may communicate.
             module.register_forward_pre_hook(before, prepend=True),
@@ -759,9 +743,6 @@ class Preparation:
             self.gradients.explain(error)
         self._handled = None
 
-    def _note_load(self, *_: Any) -> None:
-        self.state.run.traffic.load()  # not where it was refused
-
     def _compute_in_precision(self, model: nn.Module) -> None:
         run = self.state.run
         if run.precision.param is not None:  # vectors keep fp32, what they meet is narrower
@@ -869,12 +850,6 @@ def _plain(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     return f"a {type(value).__name__}"
-
-
-def _norm_dtype(given: Sequence[TensorSpec]) -> torch.dtype:
-    """Return the dtype in which torch would give the norm of all gradients."""
-    wide = any(spec.dtype in (torch.float64, torch.complex128) for spec in given)
-    return torch.float64 if wide else torch.float32
 
 
 def _holds(optimizer: Optimizer, names: dict[int, str]) -> bool:

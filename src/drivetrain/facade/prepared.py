@@ -93,7 +93,6 @@ class PreparedModel:
         overflow: optimizers of which the gradients at hand are infinite somewhere.
         notes: handles of the hooks that note which model runs, how its forward ends, and loads.
         used: whether a step has used the gradients at hand.
-        norm_dtype: of the norm of its gradients, as torch has it, whatever a strategy sums in.
         methods: those that the model has in place of its class's, while it is prepared.
         applied: whether something was done to all its tensors since, such as a conversion.
         compared: whether the ranks' values were compared before their first gradients.
@@ -115,7 +114,6 @@ class PreparedModel:
     overflow: set[Optimizer] = field(default_factory=set)
     notes: tuple[RemovableHandle, ...] = ()
     used: bool = False
-    norm_dtype: torch.dtype = torch.float32
     methods: list[UninheritedMethod] = field(default_factory=list)
     applied: bool = False
     compared: bool = False
