@@ -114,6 +114,7 @@ def test_objects_reductions_and_groups_of_some_ranks():
     assert gather_object([rank()] * rank()) == [1, 2, 2]
     assert gather_object({"r": rank()}) == [{"r": 0}, {"r": 1}, {"r": 2}]
     assert gather_object("ab") == ["ab"] * 3
+    assert broadcast_object_list([rank()] * (1 + rank()), from_process=1) == [1, 1]
 
     mine = torch.tensor([1.0, rank()])
     assert reduce(mine).tolist() == [1.0, 1.0]
@@ -137,6 +138,7 @@ def test_objects_reductions_and_groups_of_some_ranks():
         assert gather(torch.tensor(rank()), group=pair).tolist() == [1, 2]
         assert broadcast(torch.tensor(rank()), from_process=2, group=pair).item() == 2
         assert reduce(torch.tensor(rank()), "sum", group=pair).item() == 3
+        assert reduce(torch.tensor(rank()), "mean", group=pair).item() == 1.5
         with pytest.raises(UsageError, match=r"\[1, 2\]"):
             broadcast(torch.tensor(1), from_process=0, group=pair)
     wait_for_everyone()
@@ -157,7 +159,8 @@ def test_one_process_is_a_world():
     assert broadcast(torch.ones(2)).tolist() == [1, 1]
     assert broadcast_object_list([1, "a"]) == [1, "a"]
     assert reduce(torch.tensor([3]), "mean").tolist() == [3.0]
-    assert pad_across_processes(torch.ones(2), dim=0).tolist() == [1, 1]
+    for dim in (0, -2):
+        assert pad_across_processes(torch.ones(2), dim=dim).tolist() == [1, 1]
     with pytest.raises(UsageError, match="found 1"):
         broadcast(torch.ones(2), from_process=1)
     with pytest.raises(UsageError, match="found 'average'"):

@@ -1,6 +1,8 @@
 """Logging that knows the rank, and the line that called it."""
 
+import io
 import logging
+from contextlib import redirect_stderr
 
 import pytest
 import torch.distributed as dist
@@ -23,7 +25,7 @@ def collected():
     logging.getLogger("drivetrain.test_log").removeHandler(handler)
 
 
-def test_one_process_logs_as_usual(collected):
+def test_one_process_logs_as_usual(collected, capsys):
     logger = get_logger("drivetrain.test_log", log_level="info")
     logger.info("step %d", 3)
     logger.debug("hidden")
@@ -32,6 +34,11 @@ def test_one_process_logs_as_usual(collected):
     assert [record.getMessage() for record in collected] == ["step 3", "in order", "everywhere"]
     assert collected[2].color == "red"
     assert rank_prefix() == ""
+    for level, said in ((logging.NOTSET, "a\n"), (logging.WARNING, ""), (logging.INFO, "")):
+        logging.getLogger("drivetrain.test_log").setLevel(level)
+        logger.announce("a")
+        assert capsys.readouterr().err == said
+    assert collected[-1].getMessage() == "a"
 
 
 def test_records_name_the_line_of_the_caller_and_some_come_once(collected):
@@ -60,6 +67,10 @@ def test_ranks_have_one_voice_or_all():
     rank = dist.get_rank()
     assert own == ["[r0] main"] * (rank == 0) + [f"[r{rank}] all of 3"]
     assert rank_prefix() == f"[r{rank}] "
+    logging.getLogger("drivetrain.test_log").setLevel(logging.NOTSET)
+    with redirect_stderr(io.StringIO()) as shown:
+        logger.announce("once")
+    assert shown.getvalue() == "[r0] once\n" * (rank == 0)
 
 
 @pytest.mark.ranks(3)

@@ -138,6 +138,12 @@ def test_sizes_slices_and_dtypes():
     ):
         assert nested.find_batch_size(data) == size
 
+    first, second = torch.ones(1), torch.ones(2)
+    found = list(nested.tensors_in({"a": [first, "text"], "b": {"c": (second,)}}))
+    assert found[0] is first
+    assert found[1] is second
+    assert len(found) == 2
+
     cut = nested.slice_tensors({"x": tensor(), "loss": torch.tensor(2.0), "n": 1}, slice(1, 3))
     torch.testing.assert_close(cut["x"], tensor()[1:3])
     assert (cut["loss"].item(), cut["n"]) == (2.0, 1)

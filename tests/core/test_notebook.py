@@ -43,16 +43,17 @@ def test_a_process_for_each_core_that_this_one_may_use(tmp_path, monkeypatch):
 def test_debug_launcher_computes_on_the_cpu(tmp_path, monkeypatch):
     def train(folder):
         values = read_file(launched_config()).values
-        text = f"{values['launch']['device']} {values.get('strategy')}"
+        launch = values["launch"]
+        text = f"{launch['device']} {launch.get('timeout_s')} {values.get('strategy')}"
         (folder / os.environ["RANK"]).write_text(text)
 
-    (tmp_path / "run.yaml").write_text("strategy: zero1")
+    (tmp_path / "run.yaml").write_text("strategy: zero1\nlaunch: {timeout_s: 7}")
     monkeypatch.setenv("DRIVETRAIN_CONFIG", str(tmp_path / "run.yaml"))
     debug_launcher(train, (tmp_path,))
-    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["cpu zero1"] * 2
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["cpu 7 zero1"] * 2
     monkeypatch.delenv("DRIVETRAIN_CONFIG")
     debug_launcher(train, (tmp_path,), num_processes=1)
-    assert (tmp_path / "0").read_text() == "cpu None"
+    assert (tmp_path / "0").read_text() == "cpu None None"
     with pytest.raises(ProcessExitedException, match="exit code 5"):
         notebook_launcher(os._exit, (5,), num_processes=1)
 
@@ -83,5 +84,6 @@ def test_accelerator_that_is_in_use_is_refused(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: Device)
-    with pytest.raises(UsageError, match="restart the notebook"):
-        notebook_launcher(print, num_processes=2)
+    for count, message in ((2, "restart the notebook"), (0, "found num_processes=0")):
+        with pytest.raises(UsageError, match=message):
+            notebook_launcher(print, num_processes=count)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from drivetrain.errors import UsageError
-from drivetrain.processes import DistributedType, PartialState, Processes
+from drivetrain.processes import DistributedType, PartialState, Processes, notebook_launcher
 from drivetrain.runtime.world import World
 
 
@@ -162,6 +162,8 @@ def test_one_is_first_and_its_exception_lets_the_others_go_on(tmp_path):
     assert first.distributed_type == DistributedType.MULTI_CPU
     with first.split_between_processes([1, 2, 3]) as share:
         assert share == ([1, 2] if first.is_main_process else [3])
+    with pytest.raises(UsageError, match="this process is a rank already"):
+        notebook_launcher(print, num_processes=1)
 
 
 def test_partial_state_alone():

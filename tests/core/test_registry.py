@@ -5,7 +5,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from drivetrain import registry
-from drivetrain.errors import ConfigError, UsageError
+from drivetrain.errors import ConfigError, UnknownPluginError, UsageError
 from drivetrain.strategy import Planning, Strategy
 
 ENTRIES = {
@@ -21,7 +21,15 @@ ENTRIES = {
 }
 
 
-def test_roles_need_no_import_and_the_reference_is_not_for_training(monkeypatch):
+def test_roles_need_no_import_and_the_reference_is_not_for_training(monkeypatch, tmp_path):
+    with pytest.raises(UnknownPluginError, match="did you mean 'ddp'"):
+        registry.strategies().load("DDP")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = registry.trackers().names
+    (tmp_path / "late-1.0.dist-info").mkdir()
+    entries = "[drivetrain.trackers]\nlate = late:Late\n"
+    (tmp_path / "late-1.0.dist-info" / "entry_points.txt").write_text(entries)
+    assert registry.trackers().names == sorted([*before, "late"])
     monkeypatch.setattr(registry, "_installed", lambda path: ENTRIES)
     strategies = registry.strategies()
     assert strategies.reference() == "exact"

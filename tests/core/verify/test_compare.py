@@ -39,6 +39,13 @@ def test_what_differs_is_named_with_its_place_and_size():
     assert judge(compare(record(loss=math.nan), record()))[0] == "error"
     assert judge(compare(record(weight=math.nan), record()))[0] == "error"
     assert judge(compare(record(weight=math.nan), record(weight=math.nan)))[0] == "equal"
+    infinite = record(weight=math.inf)
+    infinite.states[1] = infinite.states[1] | {"second": torch.tensor([math.inf, 1.5])}
+    (found,) = compare(infinite, record(weight=math.inf)).differences
+    assert (found.absolute, found.found) == (0.5, 1.5)
+    other = record()
+    other.states[1] = other.states[1] | {"second": torch.ones(3)}
+    assert judge(compare(other, record()))[0] == "error"
 
 
 def test_the_repetition_tells_rounding_from_errors():
@@ -67,6 +74,7 @@ def test_a_weight_that_fp64_excuses_is_no_further_than_low_dtypes_and_steps_put_
     assert [(each.step, each.kind, each.name) for each in errors] == [(2, "weight", "second")]
     assert judged(math.nan)[0] == "error"
     assert judged(1.04)[0] == "rounding"  # some steps of bf16
+    assert judged(1.155)[0] == "rounding"  # two steps may both be turned around
     assert judged(1.35, change=0.1)[0] == "rounding"  # no further than steps of this length
     assert judged(1.35, norm=1e-12)[0] == "rounding"  # a gradient of rounding, as of key biases
 
@@ -84,6 +92,10 @@ def test_steps_along_the_rounding_of_a_gradient_go_anywhere():
         again = compare(record(weight=1.001), reference)
         assert judge(again, compare(run, reference))[0] == verdict
         assert judge(compare(run, reference), doubles=True)[0] == verdict
+    run, reference = (record(weight=1.001, norm=1e-15, steps=2) for _ in range(2))
+    for each, weight in ((run, 0.999), (reference, 1.002)):  # three steps apart after two
+        each.states[2] = each.states[1] | {"second": torch.tensor([weight, 1.0])}
+    assert judge(compare(run, reference), doubles=True)[0] == "rounding"
 
 
 def test_runs_that_cannot_be_compared_say_why():
@@ -94,6 +106,11 @@ def test_runs_that_cannot_be_compared_say_why():
         ({"steps": 0}, "no optimizer step was recorded"),
     ):
         assert problem in compare(record(**other), record()).problem
+
+    less = record()
+    del less.states[0]["first"]
+    for pair in ((less, record()), (record(), less)):
+        assert "found in one of them only: ['first']" in compare(*pair).problem
 
     both = (("a",), ("a",))
     assert compare(record(), record(batches=both)).problem == ""

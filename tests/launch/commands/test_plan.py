@@ -1,6 +1,7 @@
 """``drivetrain plan`` and ``drivetrain hardware``: published measurements, and bad input."""
 
 import json
+from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 
@@ -342,6 +343,20 @@ def test_the_parts_of_a_step_add_up():
             assert found.parts["other stages"] > 0, layout
         if "tp" in layout:
             assert found.parts["messages over tp"] > 0, layout
+        assert found.tokens_per_second == pytest.approx(64 * 64 / found.step_seconds), layout
+        cell = predict.DOUBT_OF_CELLS if "pp" in layout else 1.0
+        for stored, doubt in (([], cell), ([{"host": 1.0}], predict.DOUBT_OF_STORES * cell)):
+            judged = predict.judged(replace(found, stored=stored))
+            assert judged == pytest.approx(doubt * found.step_seconds), layout
+    few, many = (
+        predict.Predictor(EIGHT).predict(read_layout(f"pp=4,micro_batch={rows}")) for rows in (8, 1)
+    )
+    assert few.idle > many.idle
+    quick, slow = sorted((few, many), key=lambda each: each.step_seconds)
+    assert (slow.against(quick)[0], quick.against(slow)[0]) == ("+", "-")
+    for name, reserved in (("h100", predict.RESERVED_GIB), ("cpu", 0)):
+        task = replace(EIGHT, hardware=load_hardware(name))
+        assert predict.room_of(task) == (task.hardware.device.memory.gib - reserved) * 2**30
 
 
 def test_a_layout_is_explained_with_what_would_make_it_fit(command, tmp_path):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from drivetrain.verify import RunRecord, StepRecord
-from drivetrain_launch.verification import Attempt, Examination, _failed
+from drivetrain_launch.commands.verify import _code, show_findings
+from drivetrain_launch.verification import Attempt, Examination, _failed, _without_record
 from forked_programs import Started, run_python
 from waits import wait_until
 
@@ -225,7 +226,7 @@ class Recorded:
         return Attempt(ending="recorded", record=record)
 
 
-def test_the_report_tells_what_the_reference_and_fp64_do_alike():
+def test_the_report_tells_what_the_reference_and_fp64_do_alike(capsys):
     assert Examination(Recorded(), 2).finding("").remarks == []
 
     finding = Examination(Recorded(cleared=6), 2).finding("")
@@ -240,6 +241,22 @@ def test_the_report_tells_what_the_reference_and_fp64_do_alike():
     assert finding.remarks == [
         "right in fp64, but further apart here than low dtypes and such steps explain"
     ]
+    show_findings([finding])
+    assert capsys.readouterr().out.count("0e+00") == 3  # in fp64
+
+    equal = Examination(Recorded(), 2).finding("")
+    for ending, prefix, result, codes in (
+        ("refused", "", "refused", (3, 0)),
+        ("refused", "the run of the reference: ", "failed", (3, 1)),
+        ("failed", "", "failed", (3, 1)),
+        ("hung", "", "hung", (3, 1)),
+        ("empty", "", "incomparable", (8, 8)),
+    ):
+        attempt = Attempt(ending=ending, reason="so", code=0 if ending == "empty" else 3)
+        found = _without_record("", attempt, prefix)
+        assert (found.result, found.reason) == (result, f"{prefix}so")
+        assert (_code([found], False), _code([equal, found], True)) == codes
+    assert (_code([finding], False), _code([equal], False)) == (1, 0)
 
 
 @pytest.mark.exhaustive
