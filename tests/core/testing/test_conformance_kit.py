@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.testing.conformance import StrategyConformance
+from drivetrain.testing.conformance.suite import Twins
+from drivetrain.testing.models import CASES
+
 pytest_plugins = ["pytester"]
 
 TOYS = Path(__file__).with_name("toys") / "toy_strategies.py"
@@ -52,6 +56,24 @@ def suite(name):
 
 
 HEADER = "from drivetrain.testing.conformance import StrategyConformance\n"
+
+
+def test_mistakes_that_one_process_can_make_are_found(project, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(project.path / "plugin")
+    for name, check, arguments, said in (
+        ("ClipsLocally", "test_clipping_by_the_global_norm", (), "are not close"),
+        ("PromisesTooLittle", "test_cost_equals_memory", (), "promised 0 bytes of optimizer"),
+        ("LosesMoments", "test_saved_run_goes_on_bit_by_bit", (tmp_path,), "differs after load"),
+        ("NeverLetsGo", "test_taken_off", (), "are not close"),
+    ):
+        checks = type(f"Test{name}", (StrategyConformance,), {"strategy": name})()
+        with pytest.raises(AssertionError, match=said):
+            getattr(checks, check)(1, *arguments)
+    twins = Twins(checks.make_accelerator(), CASES["mlp"])
+    twins.check()
+    next(twins.twin.parameters()).data.add_(1e-8)
+    with pytest.raises(AssertionError, match="differs from one process on the same data"):
+        twins.check()
 
 
 @pytest.mark.exhaustive

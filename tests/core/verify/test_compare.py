@@ -82,6 +82,7 @@ def test_a_weight_that_fp64_excuses_is_no_further_than_low_dtypes_and_steps_put_
 def test_steps_along_the_rounding_of_a_gradient_go_anywhere():
     for norm, weight, verdict in (
         (1e-15, 0.999, "rounding"),  # the step of the reference from 1.0 is to 1.001
+        (3e-12, 0.999, "rounding"),  # of a norm of 4
         (1e-15, 0.990, "error"),  # further than any step of the optimizer
         (1e-3, 0.999, "error"),  # a gradient that says where to go
         (0.0, 0.999, "error"),  # no gradient, no noise
@@ -90,7 +91,9 @@ def test_steps_along_the_rounding_of_a_gradient_go_anywhere():
         run = record(weight=weight, norm=norm)
         reference = record(weight=1.001, norm=0.0 if norm == 0 else 1e-15)
         again = compare(record(weight=1.001), reference)
-        assert judge(again, compare(run, reference))[0] == verdict
+        found, errors = judge(again, compare(run, reference))
+        assert found == verdict
+        assert any(each.kind == "weight" for each in errors) == (verdict == "error")
         assert judge(compare(run, reference), doubles=True)[0] == verdict
     run, reference = (record(weight=1.001, norm=1e-15, steps=2) for _ in range(2))
     for each, weight in ((run, 0.999), (reference, 1.002)):  # three steps apart after two

@@ -50,11 +50,22 @@ def test_ranks_are_those_of_the_configuration_and_else_two(command, tmp_path, mo
     assert found == [4, 3, 2]
 
 
-def test_comparison_takes_nan_and_missing_weights_for_a_mismatch():
+def test_comparison_takes_nan_and_missing_weights_for_a_mismatch(monkeypatch, capsys):
     good = {"losses": torch.zeros(2), "w": torch.ones(3)}
     assert compare(good, good) == 0
     assert compare(good, {"losses": torch.zeros(2)}) == float("inf")
     assert compare(good, good | {"losses": torch.tensor([0.0, float("nan")])}) == float("inf")
     assert compare(good, good | {"losses": torch.zeros(1)}) == float("inf")
     assert compare(good, good | {"w": torch.ones(3) + 0.25}) == 0.25
-    assert selfcheck.TOLERANCE < 0.25
+    selfcheck.main()
+    assert capsys.readouterr().out.startswith("ok: 1 ranks on ")
+
+    def trained_wrongly(accelerator):
+        right = selfcheck.train_alone(1, accelerator.device)
+        return right | {"0.bias": right["0.bias"] + 1e-3}
+
+    monkeypatch.setattr(selfcheck, "train_spread", trained_wrongly)
+    with pytest.raises(SystemExit) as ended:
+        selfcheck.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().out.startswith("MISMATCH: 1 ranks on ")
