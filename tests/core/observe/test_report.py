@@ -14,14 +14,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, GradScalerKwargs
-from drivetrain.cost import Traffic
+from drivetrain.config import read_sets, resolve
+from drivetrain.cost import Cost, ModelSpec, Traffic
 from drivetrain.errors import UsageError
 from drivetrain.observe import page, recorder
 from drivetrain.observe import report as run_report
 from drivetrain.observe.figures import starts_of
 from drivetrain.observe.history import load_history
 from drivetrain.observe.recorder import StepClock
+from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.world import World
 
 
 def start(folder=None, **options):
@@ -82,14 +85,19 @@ def test_every_step_is_recorded(tmp_path):
     assert origins["seed"] == "default"
 
 
-def test_a_window_is_one_step_and_its_loss_a_mean(tmp_path):
+def test_a_window_is_one_step_and_its_loss_a_mean(tmp_path, monkeypatch):
     accelerator, model, optimizer, loader = start(tmp_path, gradient_accumulation_steps=2)
     losses = train(accelerator, model, optimizer, loader)
     for (rows,) in loader:  # another backward of a batch adds no samples
         for _ in range(2):
             accelerator.backward(model(rows).square().mean())
         optimizer.step()
-    end(accelerator)
+    monkeypatch.setattr(accelerator.report, "_preemption", mock.Mock(agreed=True))
+    with mock.patch.object(page, "missing_packages") as asked:
+        accelerator.end_training()
+    assert not asked.called, "who gave notice does not wait for a drawing"
+    (_, ended) = starts_of(tmp_path)[-1].journals()[0].events[-1]
+    assert ended["outcome"] == "preempted"
     first, second, *rest = records(tmp_path)
     assert (first.step, first.samples, second.step) == (1, 4, 2)
     assert first.loss == pytest.approx(sum(losses[:2]) / 2)
@@ -149,13 +157,16 @@ def test_an_evaluation_belongs_to_the_step_before_it_also_to_the_last(tmp_path):
         assert each.sections["checkpoint"] > 0
 
 
-def test_a_skipped_step_is_told(tmp_path):
+def test_a_skipped_step_is_told_and_the_error_of_a_script(tmp_path, monkeypatch):
     fp16 = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=4.0)]}
     accelerator, model, optimizer, loader = start(tmp_path, **fp16)
     handle = model[1].weight.register_hook(lambda grad: grad * float("inf"))
     train(accelerator, model, optimizer, loader, clip=False)
     handle.remove()
+    monkeypatch.setattr("sys.last_value", ValueError("no rows"), raising=False)
     end(accelerator)
+    (_, failed) = starts_of(tmp_path)[-1].journals()[0].events[-1]
+    assert (failed["event"], failed["error"]) == ("failed", "ValueError: no rows")
     assert [each.skipped for each in records(tmp_path)] == [1, 1, 1, 1]
     assert records(tmp_path)[0].loss_scale is not None
 
@@ -165,6 +176,24 @@ def test_the_peak_says_what_it_is_of():
     for name, words in (("bf16", "bf16"), ("fp8", "bf16, which fp8 may exceed")):
         run = mock.Mock(world=world, precision=Precision.of(name))
         assert run_report._peak(run, ())["of"] == words
+    run, low = mock.Mock(world=world, precision=Precision.of("no")), nn.Linear(9, 9).bfloat16()
+    models = [ModelSpec.of(nn.Linear(3, 3)), ModelSpec.of(low)]
+    assert run_report._peak(run, models)["of"] == "bf16"
+
+    low.bias.requires_grad = False
+    held, sent, apart = {"parameters": 180}, {("dp", "all_reduce"): 162}, {"pp": "activations"}
+    promised = Cost(held=held, sent=sent, uncounted=apart)
+    entry = mock.Mock(given=ModelSpec.of(low), model=low, strategy=3, promised=lambda _: promised)
+    assert run_report._described(entry) == {
+        "name": "Linear", "parameters": 90, "trained": 81, "strategy": "int",
+        "held": held, "sent": {"dp/all_reduce": 162}, "uncounted": apart,
+    }  # fmt: skip
+
+    world = World(rank=2, size=4, hosts=("a", "a", "b", "b"))
+    run = mock.Mock(world=world, mesh=Mesh.plan({"tp": 1, "dp": 2, "pp": 2}, world))
+    header = run_report.header_of(resolve(read_sets(["strategy={name: megatron, pp: 2}"])), run)
+    assert (header["peers"], header["place"]) == ("pp=1", {"tp": 0, "dp": 0, "pp": 1})
+    assert (header["rank"], header["host"]) == (2, "b")
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Numbers of two records, equal, apart by rounding, or wrong; without ranks."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,11 @@ def test_what_differs_is_named_with_its_place_and_size():
         verdict, (found,) = judge(compare(record(**change), record()))
         assert (verdict, found.kind) == ("error", kind)
         assert found.relative == (0.5 if kind == "loss" else 0.2)  # of the norm of all, 5
+
+    run, reference = record(), record()
+    for each, value in ((run, 6.0), (reference, 4.0)):
+        each.steps[0] = replace(each.steps[0], losses=((value,),), notes={"length": value})
+    assert [each.relative for each in compare(run, reference).differences] == [0.5, 0.5]
 
     assert judge(compare(record(loss=math.nan), record(loss=math.nan)))[0] == "equal"
     assert judge(compare(record(loss=math.nan), record()))[0] == "error"
