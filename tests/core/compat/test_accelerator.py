@@ -1,5 +1,6 @@
 """What an Accelerator does and answers for a script that imports ``accelerate``."""
 
+import math
 import pickle
 
 import pytest
@@ -30,7 +31,7 @@ def test_a_short_last_window_is_divided_as_by_accelerate(made_by, gradient):
 
 
 @pytest.mark.ranks(2)
-def test_places_of_a_process_along_the_axes():
+def test_places_of_a_process_along_the_axes_and_words_among_them(tmp_path):
     tensors = {"name": "megatron", "tp": 2}
     for strategy, place in (("ddp", (0, 0, 1)), (tensors, (1, 0, 0))):
         accelerator = ours.Accelerator(cpu=True, strategy=strategy)
@@ -42,6 +43,15 @@ def test_places_of_a_process_along_the_axes():
         assert found == tuple(each * accelerator.process_index for each in place)
         assert accelerator.multi_device
         assert accelerator.should_save_model == accelerator.is_main_process
+        mine = tmp_path / f"{found}"
+        accelerator.save({"x": torch.ones(1)}, mine)
+        assert mine.exists() == accelerator.is_main_process
+        assert accelerator.reduce(torch.ones(1)).item() == accelerator.mesh["dp"].size
+        count = 1 - accelerator.data_parallel_rank  # of the last replica there is no sample
+        assert accelerator.metric_mean(2.0 if count else math.nan, count) == 2.0
+        if accelerator.is_last_process:
+            accelerator.set_trigger()
+        assert [accelerator.check_trigger(), accelerator.check_trigger()] == [True, False]
 
 
 def test_what_is_not_here_names_the_way_out():

@@ -32,6 +32,14 @@ def test_prepare_says_the_dtypes(caplog):
         caplog.clear()
         lines = said(caplog, nn.Linear(1000, 2), **options)
         assert lines == [f"precision of Linear: param fp32 (2,002 in 2), {line}"]
+    for handlers, given, dtype in (
+        ([], None, torch.bfloat16),
+        (off, None, torch.float32),
+        ([], off[0], torch.float32),
+    ):
+        accelerator, x = Accelerator(cpu=True, kwargs_handlers=handlers, **low), torch.ones(2, 2)
+        with accelerator.autocast(given):
+            assert (x @ x).dtype is dtype
     model = nn.Sequential(nn.Linear(3, 3).bfloat16(), nn.Linear(2, 1), nn.Linear(1, 1))
     model[2].half().requires_grad_(False)
     caplog.clear()

@@ -42,6 +42,7 @@ def test_order_and_identity():
     assert accelerator.prepare(optimizer) is prepared
     assert len(accelerator._state.models) == len(accelerator._state.optimizers) == 1
     assert accelerator.unwrap_model(model) is model
+    assert accelerator.free_memory(model, loader) == [None, None]
 
 
 @pytest.mark.parametrize(("with_optimizer", "rate"), [(True, 0.5), (False, 0.25)])
@@ -151,6 +152,7 @@ def test_wrong_arguments():
         (accelerator.profile(ProfileKwargs(["gpu"])).__enter__, [], r"'cuda'.*found \['gpu'\]"),
         (accelerator.clip_grad_norm_, [foreign, 1.0], "foreign|none"),
         (accelerator.prepare, [torch.optim.SGD(foreign)], r"one of shape \(7, 3\) in group 0"),
+        (setattr, [accelerator, "gradient_accumulation_steps", 0], "at least 1, found 0"),
         (accelerator.backward, [output], "scalar loss, found shape"),
         (accelerator.backward, [output.sum().detach()], "requires grad"),
         (accelerator.backward, [3.0], "found float"),
