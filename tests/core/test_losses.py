@@ -47,7 +47,8 @@ def test_z_loss_and_rows_that_do_not_count():
     hidden = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     matrix = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
     target = torch.tensor([1, 2, -100, 8, -100, 0])
-    ours = linear_cross_entropy(hidden, matrix, target, z_loss=0.3, rows=4)
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves fp64 as it is
+        ours = linear_cross_entropy(hidden, matrix, target, z_loss=0.3, rows=4)
     logits = F.linear(hidden, matrix)
     z = logits.logsumexp(1).square()[target >= 0].mean()
     theirs = F.cross_entropy(logits, target) + 0.3 * z
@@ -154,4 +155,28 @@ def test_models_whose_loss_is_another_are_refused():
     with pytest.raises(UsageError, match="a head that is called with"):
         capped(input_ids=ids, labels=ids, logits_to_keep=2)
     restore_loss(capped)
-    assert capped(input_ids=ids, labels=ids).logits.shape == (*ids.shape, VOCABULARY)
+    shape = (*ids.shape, VOCABULARY)
+    assert capped(input_ids=ids, labels=ids).logits.shape == shape
+
+    class Forgets(type(capped)):
+        def forward(self, ids, labels, num_items_in_batch):
+            return super().forward(ids, labels=labels)
+
+    model = llama()
+    model.__class__ = Forgets
+    compute_in_pieces(model)
+    with pytest.raises(UsageError, match="found a loss of other values"):
+        model(ids, ids, torch.tensor(31))
+
+
+def test_options_of_a_models_call_and_calls_that_do_not_train():
+    ids = token_batch(0)
+    ignored = {"ignore_index": int(ids[0, 3])}
+    for options in (ignored, {"shift_labels": ids}, {"return_dict": False}):
+        model = llama()
+        whole = model(ids, labels=ids, **options)[0]
+        compute_in_pieces(model)
+        found = model(ids, labels=ids, **options)
+        torch.testing.assert_close(found[0].float(), whole)
+        assert found[1] is None or "return_dict" not in options
+        assert model.eval()(ids, labels=ids).logits.shape == (*ids.shape, VOCABULARY)

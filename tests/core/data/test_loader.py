@@ -65,6 +65,7 @@ def test_workers_of_ranks_epochs_and_resumed_epochs_get_different_seeds(prepare,
 
 def test_batches_are_read_with_the_users_settings():
     given = {"num_workers": 1, "timeout": 9, "prefetch_factor": 3, "persistent_workers": True}
+    given |= {"pin_memory": True, "multiprocessing_context": "spawn", "worker_init_fn": print}
     user = DataLoader(range(4), **given)
     reader = reader_of(user, user.dataset, torch.Generator())
     for name in (*given, "collate_fn"):

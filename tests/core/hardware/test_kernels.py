@@ -1,5 +1,7 @@
 """Kernels by kind: their prices, and figures that give the measured times back."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -15,8 +17,10 @@ from drivetrain.simulator.step import (
     MatrixProduct,
     MemoryPass,
     SimulatedTask,
+    SimulatedUnit,
     TierCopy,
     axis_places,
+    in_fp8,
 )
 from drivetrain.simulator.traced import traced_model
 
@@ -123,6 +127,17 @@ def test_inputs_of_a_model_get_no_gradient():
     back = [(each.kind, each.for_weights) for each in products]
     assert sorted(back) == [("linear backward", False), *[("linear backward", True)] * 2]
     assert sum(len(unit.sizes) for unit in units) == 4
+    left, right = MatrixProduct(2, 3, 5, divided="inner", weights=False).backward()
+    assert left == MatrixProduct(2, 5, 3, divided="columns", weights=False)
+    assert right == MatrixProduct(3, 2, 5, divided="rows", weights=False)
+
+
+def test_blocks_have_narrow_products_of_sizes_that_fit():
+    products = [MatrixProduct(1, *sizes) for sizes in ((16, 32), (16, 24), (24, 16))]
+    products.append(MatrixProduct(1, 16, 32, weights=False))
+    unit = SimulatedUnit("a block", tuple(products), (), ())
+    assert [each.narrow for each in in_fp8(unit, 16).forward] == [True, False, False, False]
+    assert in_fp8(replace(unit, repeated=False), 16).narrow == ()
 
 
 def test_measured_kinds_are_priced_as_they_were_measured(monkeypatch):

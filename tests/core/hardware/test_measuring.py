@@ -21,6 +21,8 @@ from drivetrain.hardware.measuring import described, file_text
 from drivetrain.hardware.prices import HardwarePrices
 from drivetrain.planner.layout import read_layout
 from drivetrain.planner.search import Predictor, Task
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.world import World
 from drivetrain.simulator.step import HostPass, TierCopy
 from drivetrain.simulator.transformer import GptShape
 
@@ -129,7 +131,7 @@ def test_links_that_nobody_measured_say_so():
         hardware.check_measured(2, 1)
 
 
-def test_levels_follow_from_the_matrix():
+def test_levels_follow_from_the_matrix_and_lines_from_hosts(monkeypatch):
     """Two hosts of two devices on a network a tenth as fast; pairs inside scatter a little."""
     rates = {
         (one, other): 9.0 + one if one // 2 == other // 2 else 0.9 + 0.1 * one
@@ -137,6 +139,17 @@ def test_levels_follow_from_the_matrix():
     }
     assert levels_of(rates, 4) == [[(0, 1), (2, 3)], [(0, 1, 2, 3)]]
     assert levels_of({(0, 1): 1.0}, 2) == [[(0, 1)]]
+
+    monkeypatch.setattr(measuring, "connect", lambda axis, *_: axis.ranks)
+    for hosts, lines in (
+        ("aaa", [((0, 1, 2), 1), None]),
+        ("abc", [None, ((0, 1, 2), 1)]),
+        ("aabbcc", [((0, 1), 1), ((0, 2, 4), 2)]),
+    ):
+        world = World(size=len(hosts), hosts=tuple(hosts))
+        mesh = Mesh.plan({"dp": world.size}, world)
+        monkeypatch.setattr(mesh, "start_levels", mesh.levels)
+        assert measuring._lines(SimpleNamespace(world=world, mesh=mesh, traffic=None)) == lines
 
 
 def test_rounds_are_pooled_and_scatter_noted_by_name():
@@ -231,6 +244,9 @@ def test_pairs_and_rings_of_two_ranks():
     clock = Clock(world.device)
     pairs = links.measure_pairs(clock, world)
     assert set(pairs) == {(0, 1)}
+    if world.rank == 1:  # every rank has the figures of the last one of a pair
+        small, large = (median_of(each)[0] / 2 for each in clock.samples.values())
+        assert pairs[0, 1] == (small, links.LARGE / max(large - small, 1e-9))
     ranks = connect(accelerator.mesh["dp"], accelerator.traffic, world.device, world.timeout)
     ring = links.measure_ring(clock, ranks, pairs[0, 1][1])
     # Another line, such as that between hosts, has timings of its own.

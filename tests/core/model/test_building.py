@@ -158,6 +158,15 @@ def test_constructors_read_values_generators_and_real_tensors():
 
     assert_same(holding(make))
 
+    def in_double_precision():
+        torch.set_default_dtype(torch.float64)
+        try:
+            return torch.randn(5)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    assert_same(holding(in_double_precision))
+
     with ConstructionRecording().active():
         tensor = torch.ones(3)
         assert tensor.device == CPU

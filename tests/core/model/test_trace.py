@@ -5,6 +5,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain.model.trace import trace_model
 from drivetrain.model.valueless import ValuelessTensor, ValuesNeededError, facts_of, freeze
@@ -24,6 +25,18 @@ def test_the_work_and_bytes_of_operations():
     assert found.read == 4 * (4 * 8 + 8 * 3 + 3)
     assert found.written == 4 * (4 * 3)
     assert not found.known
+    with torch.autocast("cpu", torch.bfloat16):
+        assert only(trace_model(nn.Linear(8, 3), (torch.ones(4, 8),), {}), "linear").written == 24
+
+    def in_place(m, x):
+        return m.layer(x).relu_()
+
+    model = Parts(in_place, layer=nn.Linear(8, 3))
+    assert only(trace_model(model, (torch.ones(4, 8),), {}), "relu_").written == 4 * (4 * 3)
+    x = torch.ones(5, B, D)
+    with FlopCounterMode(display=False) as counter:
+        nn.LSTM(D, D)(x)
+    assert trace_model(nn.LSTM(D, D), (x,), {}).work == counter.get_total_flops()
 
     query = nn.Parameter(torch.ones(B, HEADS, T, D, dtype=torch.bfloat16))
     attention = Parts(lambda m: F.scaled_dot_product_attention(m.q, m.q, m.q), q=query)
@@ -32,6 +45,11 @@ def test_the_work_and_bytes_of_operations():
     assert found.work == 2 * (2 * B * HEADS * T * T * D)
     assert found.written == 2 * (B * HEADS * T * D)
     assert found.read == 2 * (B * HEADS * T * D)  # one tensor, however often it is handed over
+
+    long = query.detach().repeat(1, 1, 3, 1)
+    attention = Parts(lambda m: F.scaled_dot_product_attention(m.q, long, long), q=query)
+    found = only(trace_model(attention, (), {}), "scaled_dot_product_attention")
+    assert found.work == 3 * 2 * (2 * B * HEADS * T * T * D)
 
     found = only(trace_model(nn.Embedding(1000, D), (torch.zeros(B, T).long(),), {}), "embedding")
     assert found.written == 4 * B * T * D

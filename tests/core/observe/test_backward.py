@@ -43,6 +43,7 @@ class Events:
     Attributes:
         strategy: takes methods, and does nothing else.
         said: the lines of the choice.
+        other: seconds of the other rank's backward.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +51,8 @@ class Events:
         self.said: list[str] = []
         monkeypatch.setattr(link.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(link.logger, "announce", self.said.append)
+        self.other = 0.0
+        monkeypatch.setattr(link, "gather_facts", lambda mine, *_, **__: [mine, self.other])
         self.model = torch.nn.Linear(MATRIX, MATRIX, bias=False)
         kind, config, links = chosen(self.model)
         self.strategy = object.__new__(kind)
@@ -92,7 +95,7 @@ def events(monkeypatch) -> Events:
     return Events(monkeypatch)
 
 
-def test_the_choice_comes_once_after_the_steps_that_count(events):
+def test_the_choice_comes_once_after_the_steps_that_count(events, monkeypatch):
     events.steps(*[1.0] * (WARM_UP + COUNTED - 1))
     assert events.name == "auto"
     assert not events.said
@@ -102,6 +105,10 @@ def test_the_choice_comes_once_after_the_steps_that_count(events):
     assert events.name == "bf16"
     (line,) = events.said
     assert line.endswith("beside 1 s of compute, as 3 steps tell")
+    slow = Events(monkeypatch)
+    slow.other = 2 * EXACT_S
+    slow.steps(*[1.0] * (WARM_UP + COUNTED))
+    assert slow.name == "exact", "the slowest rank's backward counts"
 
 
 @pytest.mark.parametrize(

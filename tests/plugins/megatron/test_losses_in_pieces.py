@@ -220,6 +220,9 @@ def test_each_option_where_ranks_divide_the_classes():
         to_words, zip(*(each[2:] for each in found), strict=True), strict=True
     ):
         torch.testing.assert_close(torch.cat(shares), words, **EXACT)
+    large = torch.tensor([[1000.0]])
+    for log in run_emulated(3, lambda ranks: Classes(0, 3, ranks).log_sum(large)):
+        torch.testing.assert_close(log, large + torch.tensor(3.0).log())
 
 
 def test_heads_that_cannot_be_computed_in_pieces():
