@@ -422,8 +422,9 @@ class StepVolumes:
         total: Sent = Counter()
         for forward, times in counts:
             if self._layout.plan is not None:
-                found = self._of_layers(self._layout.plan, forward) + self._of_gradients()
-                add(total, found, times)
+                add(total, self._of_layers(self._layout.plan, forward), times)
+                for spec in self._layout.summed(self._model.parameters):
+                    add(total, self._line.all_reduced(spec.numel, spec.dtype.itemsize), times)
             if self._layout.pipeline is not None:
                 add(total, self._over_cuts(self._layout.pipeline, forward), times)
         if self._layout.pipeline is not None:
@@ -512,12 +513,6 @@ class StepVolumes:
             of_feature = cut // each.features.size * x.itemsize
             lengths = [(stop - start) * of_feature for start, stop in each.features.bounds]
             found += self._line.passed("all_gather", lengths)
-        return found
-
-    def _of_gradients(self) -> Sent:
-        found = Sent()
-        for spec in self._layout.summed(self._model.parameters):
-            found += self._line.all_reduced(spec.numel, spec.dtype.itemsize)
         return found
 
     # --- pipeline parallelism ---

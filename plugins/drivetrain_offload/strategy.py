@@ -226,27 +226,25 @@ class OffloadedParameters:
             self._leave(bound.optimizer, new)
             return
         self.steppers.setdefault(bound, stepper)
-        _wait_for_steps({self._places[slot][0] for slot in new})
+        for unit in {self._places[slot][0] for slot in new}:
+            if unit.resident:
+                unit.wait_for_unshard()
+            unit.wait_for_step()
         number = len(self.steppers)
-        groups = bound.optimizer.param_groups
         for (unit, group), slots in self._by_unit_and_group(new, bound).items():
             block = f"{number}: {unit.label}, {slots[0].name} and on"
-            self._adopt_block(bound, stepper, block, slots, groups[group])
+            self._adopt_block(bound, block, slots, group)
         for flat in {self._places[slot][1] for slot in new}:
             self._leave_masters(flat)
 
     def _adopt_block(
-        self,
-        bound: BoundOptimizer,
-        stepper: ShardStepper,
-        block: str,
-        slots: Sequence[ParameterSlot],
-        group: Mapping[str, Any],
+        self, bound: BoundOptimizer, block: str, slots: Sequence[ParameterSlot], group: int
     ) -> None:
         specs = [
             ShardSpec(slot.owned_numel, slot.master, self._keeps_master(slot)) for slot in slots
         ]
-        stepper.adopt(block, specs, group)
+        stepper = self.steppers[bound]
+        stepper.adopt(block, specs, bound.optimizer.param_groups[group])
         for index, (slot, spec) in enumerate(zip(slots, specs, strict=True)):
             unit, flat = self._places[slot]
             one = OffloadedParameter(
@@ -327,14 +325,6 @@ class OffloadedParameters:
         for slot in slots:
             found[self._places[slot][0], groups[bound.held[slot]]].append(slot)
         return found
-
-
-def _wait_for_steps(units: Iterable[Unit]) -> None:
-    """Return when no step is on its way into these units."""
-    for unit in units:
-        if unit.resident:
-            unit.wait_for_unshard()
-        unit.wait_for_step()
 
 
 class PendingValues:

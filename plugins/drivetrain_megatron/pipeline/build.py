@@ -387,7 +387,7 @@ class PipelinedModel:
                 "forward has one backward under pipeline parallelism"
             )
         origins = origins_of(loss)
-        self.stages.begin()
+        self.stages.link.begin()
         with running(origins):
             if origins <= {*self._pending}:
                 self._run(origins, loss, synchronize)
@@ -427,7 +427,7 @@ class PipelinedModel:
             self.stages.clear()
 
     def _end_step(self) -> None:
-        self.stages.flush()
+        self.stages.link.flush()
         if self._windowed:
             self.stages.clear()
         self.stages.outdate()

@@ -112,10 +112,6 @@ class StageWorker:
 
     # --- what the interpreter asks ---
 
-    def input_metas(self, micro_batch: int) -> Sequence[TensorMeta]:
-        """Return the facts of the tensors that come from the stage before."""
-        return self.stage.receives(self.batches[micro_batch])
-
     def output_metas(self, micro_batch: int) -> Sequence[TensorMeta]:
         """Return the facts of the gradients that come back."""
         if micro_batch in self._returned:
@@ -202,13 +198,8 @@ class StageWorker:
             if final:
                 self._parts.shared.send_gradients()
 
-    def backward_input(self, micro_batch: int, gradients: Sequence[Tensor], send: Send) -> None:
-        """Run the half of backward that makes the gradients of the inputs."""
-        with self._parts.weights.collecting(micro_batch):
-            self.backward(micro_batch, gradients, send)
-
     def backward_weight(self, micro_batch: int) -> None:
-        """Run the other half."""
+        """Run the half of backward that makes the gradients of weights."""
         final = self.final_weight == micro_batch
         roots = self._parts.weights.roots(micro_batch)
         ones = [torch.ones_like(root) for root in roots]
@@ -369,6 +360,7 @@ class LocalStages:
 
     Attributes:
         workers: by index of the stage.
+        link: this rank's end of the pipeline.
         count: how many stages there are on all ranks.
         left: what a forward changes outside of blocks, so that it does so once in each call.
         shared: the parameters that stages share.
@@ -379,7 +371,7 @@ class LocalStages:
     def __init__(self, split: Split, parts: StageParts) -> None:
         self._parts = parts
         self.inner, self.device, self.dropout = parts.inner, parts.device, parts.dropout
-        self._axis, self._link = parts.axis, parts.link
+        self._axis, self.link = parts.axis, parts.link
         # Replicas that need each other in forwards, or in the backward of each micro-batch, must
         # run as many: they decide together.
         pace = self.inner.pace
@@ -446,12 +438,14 @@ class LocalStages:
         message = self._needed(action)
         if message is None or message in self._arrivals:
             return
-        stage = workers[action.stage]
-        forward = message.direction is Direction.FORWARD
-        if message.source in workers and not self._link.is_here(message):
+        if message.source in workers and not self.link.is_here(message):
             return  # an action in between makes it
-        metas = stage.input_metas if forward else stage.output_metas
-        self._arrivals[message] = self._link.receive(message, metas(action.micro_batch))
+        worker, number = workers[action.stage], action.micro_batch
+        if message.direction is Direction.FORWARD:
+            metas: Sequence[TensorMeta] = worker.stage.receives(worker.batches[number])
+        else:
+            metas = worker.output_metas(number)
+        self._arrivals[message] = self.link.receive(message, metas)
 
     def _needed(self, action: Action) -> Message | None:
         if action.kind is ActionKind.FORWARD:
@@ -477,7 +471,7 @@ class LocalStages:
         if action.kind is ActionKind.FORWARD:
             outputs = stage.forward(micro_batch, given)
             if action.stage + 1 < self.count:
-                self._link.send(Message.input_of(action.stage + 1, micro_batch), outputs)
+                self.link.send(Message.input_of(action.stage + 1, micro_batch), outputs)
         elif action.kind is ActionKind.WEIGHT:
             stage.backward_weight(micro_batch)
         else:
@@ -485,11 +479,11 @@ class LocalStages:
             def send(gradients: Sequence[Tensor]) -> None:
                 if action.stage:
                     message = Message.gradient_of(action.stage - 1, micro_batch)
-                    self._link.send(message, gradients)
+                    self.link.send(message, gradients)
 
-            half = action.kind is ActionKind.INPUT
-            run = stage.backward_input if half else stage.backward
-            run(micro_batch, given, send)
+            half = action.kind is ActionKind.INPUT  # the gradients of the inputs alone
+            with self._parts.weights.collecting(micro_batch) if half else nullcontext():
+                stage.backward(micro_batch, given, send)
 
     def outline(self, batch: MicroBatch) -> Any:
         """Return the model's output as proxies, without computing any block."""
@@ -531,8 +525,8 @@ class LocalStages:
             yield
         except BaseException:
             self._arrivals.clear()
-            self._link.reset()
-            self._link.alarm()
+            self.link.reset()
+            self.link.alarm()
             raise
 
     def run_forwards(
@@ -610,7 +604,7 @@ class LocalStages:
         Between training and evaluation a script may have swapped values by itself (an average of
         weights). Elsewhere such a change is an error, as the copies' ranks cannot know of it.
         """
-        self.begin()
+        self.link.begin()
         trains = torch.is_grad_enabled()
         if self._stale or trains != self._trained:
             self.shared.refresh(self.inner)
@@ -619,24 +613,16 @@ class LocalStages:
                 self.shared.check_unchanged()
         self._stale, self._trained = False, trains
 
-    def begin(self) -> None:
-        """Note that a call or a backward begins, as on all stages."""
-        self._link.begin()
-
     def outdate(self) -> None:
         """Say that values have changed: copies are made anew before the next forward."""
         self._stale = True
-
-    def flush(self) -> None:
-        """Return when everything that was sent is through."""
-        self._link.flush()
 
     def free_sent(self) -> None:
         """Free what a forward has sent: no step may ever come, and gloo tells only who waits.
 
         Other stages put off backwards alone, so gradients may still be on their way.
         """
-        self._link.flush(but=Direction.BACKWARD)
+        self.link.flush(but=Direction.BACKWARD)
 
     def clear(self, but: Collection[int] = ()) -> None:
         """Forget micro-batches whose backward nobody asked for, but for some."""

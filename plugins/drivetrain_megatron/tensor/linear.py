@@ -200,14 +200,14 @@ class Product(NamedTuple):
 
     Attributes:
         ranks: the axis.
-        transposed: whether the weight is (in, out), as in ``Conv1D``, and not (out, in).
         sequence: None: the activation outside is whole on every rank; else its cut.
+        transposed: whether the weight is (in, out), as in ``Conv1D``, and not (out, in).
         deferral: may take the half of backward that nobody waits for.
     """
 
     ranks: Communicator
-    transposed: bool = False
     sequence: Partition | None = None
+    transposed: bool = False
     deferral: Deferral | None = None
 
     def of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -261,20 +261,14 @@ def _columns(
     bias: Tensor | None,
     *how: Any,
 ) -> Tensor:
-    return _ColumnProduct.apply(x, weight, bias, _product(ranks, sequence, *how))  # type: ignore[no-any-return,no-untyped-call]
+    return _ColumnProduct.apply(x, weight, bias, Product(ranks, sequence, *how))  # type: ignore[no-any-return,no-untyped-call]
 
 
 @one_node
 def _rows(
     x: Tensor, ranks: Communicator, sequence: Partition | None, weight: Tensor, *how: Any
 ) -> Tensor:
-    return _RowProduct.apply(x, weight, _product(ranks, sequence, *how))  # type: ignore[no-any-return,no-untyped-call]
-
-
-def _product(
-    ranks: Communicator, sequence: Partition | None, transposed: bool, deferral: Deferral | None
-) -> Product:
-    return Product(ranks, transposed, sequence, deferral)
+    return _RowProduct.apply(x, weight, Product(ranks, sequence, *how))  # type: ignore[no-any-return,no-untyped-call]
 
 
 def as_computed(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Any]:
@@ -452,9 +446,8 @@ def grouped_product(x: Tensor, layer: Any) -> Tensor | None:
 
 def _later(layer: nn.Module, whole: Tensor, edges: Edges) -> DeferredProduct:
     behavior: Any = behavior_of(layer)
-    product = Product(
-        edges.ranks, behavior.transposed, deferral=deferral_of(behavior.keeper, layer)
-    )
+    deferral = deferral_of(behavior.keeper, layer)
+    product = Product(edges.ranks, transposed=behavior.transposed, deferral=deferral)
     # Not the weight's own extent: it may be elsewhere until the layer runs.
     outputs = behavior.outputs.local_sizes[edges.ranks.rank]
     token: Tensor = _WeightLater.apply(layer.weight, whole, outputs, product)  # type: ignore[no-untyped-call]
@@ -647,7 +640,7 @@ class ColumnLinear(Behavior):
             if self.edges.prepared or ranks.size == 1:
                 out = linear(x, weight, bias, transposed=self.transposed, deferral=deferral)
             else:
-                product = Product(ranks, self.transposed, self.edges.sequence, deferral)
+                product = Product(ranks, self.edges.sequence, self.transposed, deferral)
                 out = column_product(x, weight, bias, product)
         return ShardedLogits.of(out, ranks, self.outputs) if self.logits else out
 

@@ -221,7 +221,7 @@ class OffloadedInputs:
         window: of calls whose inputs are coming back.
 
     Attributes:
-        items: the inputs.
+        items: the inputs, some of which other calls may keep, too.
     """
 
     def __init__(self, previous: "OffloadedInputs | None", window: "CopyWindow") -> None:
@@ -229,10 +229,6 @@ class OffloadedInputs:
         self._window = window
         self.items: list[KeptTensor] = []
         self._awaited = 0
-
-    def add(self, item: KeptTensor) -> None:
-        """Keep one more input, which other calls may keep, too."""
-        self.items.append(item)
 
     def leave_device(self) -> None:
         """Let go of the device's memory."""
@@ -326,7 +322,7 @@ class KeptInputs:
             self._leaving.admit(call)  # first: what left before makes room
             self._last = weakref.ref(call)
         kept = self._put_away(tensor)
-        call.add(kept)
+        call.items.append(kept)
         return functools.partial(call.whole, kept)
 
     def _put_away(self, tensor: Tensor) -> KeptTensor:

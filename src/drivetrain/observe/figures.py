@@ -595,7 +595,9 @@ def stragglers(works: Iterable[RankTimes], margin: float) -> list[Straggler]:
         own = [each for each in found if each.host == host]
         whole = {rank for each in own for rank in each.ranks} == hosts[host]
         if whole and len(own) > 1 and len(hosts) > 1:
-            together.append(_as_host(own))
+            least = min(own, key=lambda each: each.seconds)
+            ranks = tuple(rank for each in own for rank in each.ranks)
+            together.append(replace(least, ranks=ranks, is_host=True))
         else:
             together += own
     return together
@@ -635,13 +637,6 @@ def _compared(
         section_s=own[section],
         usual_section_s=usual[section],
     )
-
-
-def _as_host(own: Sequence[Straggler]) -> Straggler:
-    """Return one straggler for all ranks of a host, with the numbers of the least slow one."""
-    least = min(own, key=lambda each: each.seconds)
-    ranks = tuple(rank for each in own for rank in each.ranks)
-    return replace(least, ranks=ranks, is_host=True)
 
 
 def _ms(seconds: float) -> str:

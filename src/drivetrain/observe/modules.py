@@ -556,14 +556,11 @@ class ModuleMeasurement:
         (self._folder / f"modules_{rank}.json").write_text(text, encoding="utf-8")
         texts = gather_facts(text, str, doing="the work of modules")
         if self._run.world.is_main:
-            self._add_up([_RANK_WORK.validate_json(each) for each in texts])
-
-    def _add_up(self, ranks: Sequence[RankWork]) -> None:
-        peak, words = self._peak(ranks)
-        work = StepWork(ranks, self._sizes.by_module(), peak, words)
-        (self._folder / TREE).write_text(f"{work.tree()}\n", encoding="utf-8")
-        (self._folder / SUMS).write_text(json.dumps(work.plain(), indent=1), encoding="utf-8")
-        logger.announce(f"{work.table()}\nall modules: {self._folder / TREE}")
+            ranks = [_RANK_WORK.validate_json(each) for each in texts]
+            step = StepWork(ranks, self._sizes.by_module(), *self._peak(ranks))
+            (self._folder / TREE).write_text(f"{step.tree()}\n", encoding="utf-8")
+            (self._folder / SUMS).write_text(json.dumps(step.plain(), indent=1), encoding="utf-8")
+            logger.announce(f"{step.table()}\nall modules: {self._folder / TREE}")
 
     def _turned(self, place: ModulePlace) -> None:
         """Let the clock know the place at hand."""

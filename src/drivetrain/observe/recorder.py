@@ -276,15 +276,11 @@ class StepRecorder(Observer):
             ("step", "lr"): self._lr,
         }
         late = LateNumbers({key: value for key, value in numbers.items() if value is not None})
-        self._late.append((self._counted(), late, self._weights))
-
-    def _counted(self) -> dict[str, Any]:
-        """Return the fields of the step's record whose values do not come late."""
         seconds, sections = self.clock.cut()
         sent, waits = self._fetched or (self._traffic.sent(), self._traffic.waits())
         self._fetched = None
         scaler = self._state.scaler
-        figures = {
+        figures = {  # whose values do not come late
             "step": self.step,
             "time": time.time(),
             "seconds": seconds,
@@ -298,7 +294,7 @@ class StepRecorder(Observer):
             "sent": {"/".join(key): count for key, count in _growth(self._sent, sent).items()},
         }
         self._sent, self._waits = sent, waits
-        return figures
+        self._late.append((figures, late, self._weights))
 
     def _deliver_all(self, *, wait: bool) -> None:
         """Deliver the records whose values are there; ``wait`` for the others as well."""

@@ -366,9 +366,17 @@ def _usable(item: Choice, installed: Registry, logging_dir: str | None) -> type[
             f"expected a tracker's name, class or object in log_with, found {item!r}; "
             f"installed: {', '.join(installed.names)}"
         )
-    problem = _problem(item, logging_dir)
-    if problem:
-        raise ConfigError(f"the tracker {item.name!r} {problem}")
+    if not item.available():
+        needed = item.module or "something that is not installed"
+        raise ConfigError(
+            f"the tracker {item.name!r} needs {needed}, found none; pip install {needed}, or "
+            "log_with='jsonl'"
+        )
+    if item.requires_logging_directory and logging_dir is None:
+        raise ConfigError(
+            f"the tracker {item.name!r} writes files, expected a folder for them, found none; pass "
+            "project_dir to the Accelerator"
+        )
     return item
 
 
@@ -382,19 +390,6 @@ def _all_usable(installed: Registry, logging_dir: str | None) -> list[type[Track
         except ConfigError as error:
             logger.warning("log_with='all' leaves one out: %s", error)
     return usable
-
-
-def _problem(tracker: type[Tracker], logging_dir: str | None) -> str:
-    """Return why a tracker cannot be used here, "" when it can."""
-    if not tracker.available():
-        needed = tracker.module or "something that is not installed"
-        return f"needs {needed}, found none; pip install {needed}, or log_with='jsonl'"
-    if tracker.requires_logging_directory and logging_dir is None:
-        return (
-            "writes files, expected a folder for them, found none; pass project_dir to the "
-            "Accelerator"
-        )
-    return ""
 
 
 # --- the trackers that come with the library ---
