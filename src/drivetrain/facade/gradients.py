@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from drivetrain import communication
 from drivetrain.collectives.facts import gather_facts
@@ -513,7 +514,8 @@ class WindowGradients:
             strategy.backward(scaled, **options)
             if factor is not None:
                 self._mean.scale_fresh(factor)  # before hooks of the script see them
-        state.let_go_of_batch()
+        # The shapes of arguments alone are kept: the step may need their memory.
+        state.last_call = tree_map_only(Tensor, _without_values, state.last_call)
         if strategy.pipeline is not None:
             strategy.pipeline.publish(loss)
         window.backwards += 1
@@ -796,6 +798,11 @@ def _check_unbegun(entries: Iterable[PreparedModel]) -> None:
             "expected no clipping with offload.in_backward: true, found a call that clips: updates "
             "have begun by then; leave it out, or take offload.in_backward: false"
         )
+
+
+def _without_values(tensor: Tensor) -> Tensor | None:
+    plain = type(tensor) is Tensor and not tensor.is_nested and tensor.layout is torch.strided
+    return tensor.new_empty(tensor.shape, device="meta") if plain else None
 
 
 def _check_loss(loss: Any) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
@@ -694,10 +693,6 @@ class RunState:
 
     # --- what it has prepared ---
 
-    def let_go_of_batch(self) -> None:
-        """Keep the shapes of the last call's arguments alone: the step may need their memory."""
-        self.last_call = tree_map_only(Tensor, _without_values, self.last_call)
-
     def samples_per_step(self, accumulation: int) -> int:
         """Return the samples of a step over all ranks; 0 where batches have no one size."""
         try:
@@ -854,11 +849,6 @@ def _uncounted(entry: PreparedModel) -> Iterator[None]:
             pipeline.counts = False
             stack.callback(setattr, pipeline, "counts", True)
         yield
-
-
-def _without_values(tensor: Tensor) -> Tensor | None:
-    plain = type(tensor) is Tensor and not tensor.is_nested and tensor.layout is torch.strided
-    return tensor.new_empty(tensor.shape, device="meta") if plain else None
 
 
 def check_count(subject: str, expected: int, found: int) -> None:

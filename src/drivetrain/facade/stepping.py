@@ -208,7 +208,7 @@ class PreparedOptimizer(Optimizer):
             | {
                 "_window": GradientState(1),
                 "_before_step": _take,
-                "_after_step": _ignore,
+                "_after_step": _nothing,
                 "_whole_of": _nothing,
                 "_explained": nullcontext,
             }
@@ -287,11 +287,7 @@ def _take(optimizer: Optimizer) -> bool:
     return True
 
 
-def _ignore() -> None:
-    return
-
-
-def _nothing(optimizer: Optimizer) -> None:
+def _nothing(*_: Any) -> None:
     return
 
 

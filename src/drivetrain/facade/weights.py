@@ -119,21 +119,18 @@ class WholeWeights:
         export.write_export(Path(save_directory), plan, fetch, world=self.state.world)
 
     def compare_when_due(self) -> None:
-        """Compare the ranks' parameters after so many steps as the run asks for. Collective."""
-        every, steps = self.state.config.run.check_replicas_every, self.state.steps
-        if not every or self.state.world.size == 1:
-            return
-        if steps // every != self._compared // every:
-            self.compare_replicas(steps)
-        self._compared = steps
+        """Compare the ranks' parameters after so many steps as the run asks for. Collective.
 
-    def compare_replicas(self, step: int) -> None:
-        """Compare the ranks' parameters bit by bit, by sums of their words. Collective.
+        They are compared bit by bit, by sums of their words.
 
         Raises:
             RankMismatchError: on every rank: names step, ranks and the first parameter.
         """
-        for entry in self.state.models:
+        every, steps = self.state.config.run.check_replicas_every, self.state.steps
+        if not every or self.state.world.size == 1:
+            return
+        due, self._compared = steps // every != self._compared // every, steps
+        for entry in self.state.models if due else ():
             module = uncompiled(entry.model)
             facts = {one.identity: one for one in entry.strategy.state.facts(module)}
             names, sums = [], []
@@ -144,7 +141,7 @@ class WholeWeights:
                 names += wanted
             if sums:
                 everyone = communication.gather(torch.stack(sums).unsqueeze(0)).tolist()
-                _check_equal(names, everyone, step)
+                _check_equal(names, everyone, steps)
 
     def compare_first(self) -> None:
         """Compare what ranks hold alike, before the first gradients of a model cross. Collective.
