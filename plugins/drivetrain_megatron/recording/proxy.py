@@ -36,7 +36,7 @@ from drivetrain.model.guard import (
     guard,
 )
 from drivetrain.model.modules import clean_name
-from drivetrain.model.valueless import Facts, ValuelessTensor, ValuesNeededError, WriteRefusedError
+from drivetrain.model.valueless import Facts, Refusals, ValuelessTensor
 from drivetrain.nested import tensors_in
 from drivetrain.strategy import Run
 
@@ -167,6 +167,24 @@ class StageProxy(ValuelessTensor):
     origins: frozenset[object]
     blocks: frozenset[int]
     _later: LazyValue | None
+    refusals = Refusals(
+        "expected values for {use}, found a tensor whose values exist on another pipeline stage: "
+        "its shape and dtype are known here, its numbers are not. Return the loss from the model, "
+        "or call .item() after accelerator.backward(loss), in an accumulation window after the "
+        "last one, and after backward(loss / n) of loss / n alone; for choices that depend on "
+        "values, compute them inside of the model's blocks. What a model returns beside its loss "
+        "has values under torch.no_grad(); parameters of other stages have them inside of 'with "
+        "accelerator.gathered(model):' and in accelerator.get_state_dict(model)",
+        "expected values for {name}() to write, found a tensor whose values exist on another "
+        "pipeline stage, and a real tensor of shape {shape} as the target: make a new tensor "
+        "instead (torch.where, torch.cat, a + b), or do this inside of one of the model's blocks; "
+        "with parameters, inside of 'with accelerator.gathered(model):' on every rank",
+        "expected a tensor that keeps its shape, found {name}() on a tensor whose values exist on "
+        "another pipeline stage: use the form that returns a new tensor",
+        OWN_BACKWARD,
+        "expected to read .data, found an assignment to the .data of a tensor whose values exist "
+        "on another pipeline stage: change it before accelerator.prepare()",
+    )
 
     def __new__(cls, facts: Facts, requires_grad: bool = False, work: int = 0) -> "StageProxy":
         """Make one without a known expression."""
@@ -216,54 +234,6 @@ class StageProxy(ValuelessTensor):
                 function(*ones, **named)
         if isinstance(result, StageProxy) and result._later is not None:
             result._later = LazyValue()  # nobody else knows what it has become
-
-    @classmethod
-    def values_needed(cls, use: str) -> ValuesNeededError:
-        """Return the error for a use of values that another pipeline stage has."""
-        return ValuesNeededError(
-            f"expected values for {use}, found a tensor whose values exist on another pipeline "
-            "stage: its shape and dtype are known here, its numbers are not. Return the loss from "
-            "the model, or call .item() after accelerator.backward(loss), in an accumulation "
-            "window after the last one, and after backward(loss / n) of loss / n alone; for "
-            "choices that depend on values, compute them inside of the model's blocks. What a "
-            "model returns beside its loss has values under torch.no_grad(); parameters of other "
-            "stages have them inside of 'with accelerator.gathered(model):' and in "
-            "accelerator.get_state_dict(model)",
-            use,
-        )
-
-    @classmethod
-    def write_refused(cls, name: str, target: Tensor) -> WriteRefusedError:
-        """Return the error for values that are not here and go into a real tensor."""
-        return WriteRefusedError(
-            f"expected values for {name}() to write, found a tensor whose values exist on another "
-            f"pipeline stage, and a real tensor of shape {tuple(target.shape)} as the target: make "
-            "a new tensor instead (torch.where, torch.cat, a + b), or do this inside of one of the "
-            "model's blocks; with parameters, inside of 'with accelerator.gathered(model):' on "
-            "every rank",
-            target,
-        )
-
-    @classmethod
-    def reshape_refused(cls, name: str) -> UsageError:
-        """Return the error for an operation that changes the shape of its argument."""
-        return UsageError(
-            f"expected a tensor that keeps its shape, found {name}() on a tensor whose values "
-            "exist on another pipeline stage: use the form that returns a new tensor"
-        )
-
-    @classmethod
-    def backward_refused(cls) -> UsageError:
-        """Return the error for a backward of one stage alone."""
-        return UsageError(OWN_BACKWARD)
-
-    @classmethod
-    def assignment_refused(cls) -> UsageError:
-        """Return the error for other data given to a proxy."""
-        return UsageError(
-            "expected to read .data, found an assignment to the .data of a tensor whose values "
-            "exist on another pipeline stage: change it before accelerator.prepare()"
-        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         value = self.value()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -356,10 +356,28 @@ class Shown(NamedTuple):
     offset: int
 
 
+class Refusals(NamedTuple):
+    """The messages of one kind of tensors about what cannot be done without values.
+
+    Attributes:
+        values: a use of values, ``{use}``.
+        write: a function ``{name}`` that writes them into a real tensor of shape ``{shape}``.
+        reshape: a function ``{name}`` that changes the shape of its argument.
+        backward: a backward.
+        assignment: an assignment to ``data``.
+    """
+
+    values: str
+    write: str
+    reshape: str
+    backward: str
+    assignment: str
+
+
 class ValuelessTensor(Tensor):
     """Facts of a tensor without its values; made by ``of``, ``like`` and operations on others.
 
-    Subclasses may know where values come from, and say in errors where they are.
+    Subclasses may know where values come from, and say in ``refusals`` where they are.
 
     Attributes:
         facts: shape, strides, dtype, device.
@@ -370,6 +388,17 @@ class ValuelessTensor(Tensor):
     facts: Facts
     work: int
     shown: Shown | None
+    refusals: ClassVar[Refusals] = Refusals(
+        "expected a forward that depends on shapes alone, found {use}, which needs values: the "
+        "model is looked at without any; choose by shapes, in the data, or inside of a repeated "
+        "block",
+        "expected values for {name}() to write, found a tensor without values, and a real tensor "
+        "of shape {shape} as the target: make a new tensor instead",
+        "expected a tensor that keeps its shape, found {name}() on a tensor without values: use "
+        "the form that returns a new tensor",
+        "expected a forward alone, found a backward of a tensor without values",
+        "expected to read .data, found an assignment to it, without values",
+    )
 
     def __new__(cls, facts: Facts, requires_grad: bool = False, work: int = 0) -> Self:
         """Make a tensor of which only the facts are known."""
@@ -423,39 +452,7 @@ class ValuelessTensor(Tensor):
     @classmethod
     def values_needed(cls, use: str) -> ValuesNeededError:
         """Return the error for a use of values."""
-        return ValuesNeededError(
-            f"expected a forward that depends on shapes alone, found {use}, which needs values: "
-            "the model is looked at without any; choose by shapes, in the data, or inside of a "
-            "repeated block",
-            use,
-        )
-
-    @classmethod
-    def write_refused(cls, name: str, target: Tensor) -> WriteRefusedError:
-        """Return the error for values that are not there and go into a real tensor."""
-        return WriteRefusedError(
-            f"expected values for {name}() to write, found a tensor without values, and a real "
-            f"tensor of shape {tuple(target.shape)} as the target: make a new tensor instead",
-            target,
-        )
-
-    @classmethod
-    def reshape_refused(cls, name: str) -> UsageError:
-        """Return the error for an operation that changes the shape of its argument."""
-        return UsageError(
-            f"expected a tensor that keeps its shape, found {name}() on a tensor without values: "
-            "use the form that returns a new tensor"
-        )
-
-    @classmethod
-    def backward_refused(cls) -> UsageError:
-        """Return the error for a backward."""
-        return UsageError("expected a forward alone, found a backward of a tensor without values")
-
-    @classmethod
-    def assignment_refused(cls) -> UsageError:
-        """Return the error for an assignment to ``data``."""
-        return UsageError("expected to read .data, found an assignment to it, without values")
+        return ValuesNeededError(cls.refusals.values.format(use=use), use)
 
     @classmethod
     def __torch_function__(
@@ -536,7 +533,8 @@ class ValuelessTensor(Tensor):
         written = [target for target in targets(name, args, kwargs) if isinstance(target, Tensor)]
         for target in written:
             if not isinstance(target, ValuelessTensor):
-                raise cls.write_refused(name, target)
+                text = cls.refusals.write.format(name=name, shape=tuple(target.shape))
+                raise WriteRefusedError(text, target)
         return [target for target in written if isinstance(target, ValuelessTensor)]
 
     @classmethod
@@ -544,7 +542,7 @@ class ValuelessTensor(Tensor):
         """Return an argument that a call returned; its shape must not have changed."""
         known = tensor.facts if isinstance(tensor, ValuelessTensor) else facts_of(tensor)
         if (known.shape, known.dtype) != (facts.shape, facts.dtype):
-            raise cls.reshape_refused(name)
+            raise UsageError(cls.refusals.reshape.format(name=name))
         return tensor
 
 
@@ -610,11 +608,11 @@ def _iterate(cls: _Kind, func: Function, args: Arguments, kwargs: Keywords) -> A
 
 
 def _no_backward(cls: _Kind, func: Function, args: Arguments, kwargs: Keywords) -> Any:
-    raise cls.backward_refused()
+    raise UsageError(cls.refusals.backward)
 
 
 def _no_assignment(cls: _Kind, func: Function, args: Arguments, kwargs: Keywords) -> Any:
-    raise cls.assignment_refused()
+    raise UsageError(cls.refusals.assignment)
 
 
 def _handlers() -> dict[Any, _Handler]:
