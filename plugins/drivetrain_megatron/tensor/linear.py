@@ -697,7 +697,7 @@ class RowLinear(Behavior):
         """Return the whole output, or this rank's shard of its sequence, shape (..., out)."""
         x, weight, bias = as_computed(x, module.weight, module.bias)
         deferral = deferral_of(self.keeper, module)
-        product = Product(self.edges.ranks, self.transposed, self.edges.sequence, deferral)
+        product = Product(self.edges.ranks, self.edges.sequence, self.transposed, deferral)
         out = row_product(x, weight, product)
         # Once, after the sum: each rank would add it otherwise.
         return out if bias is None else out + bias
