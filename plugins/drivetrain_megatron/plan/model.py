@@ -201,33 +201,26 @@ class ModelPlan:
         return not (self.vocabulary or self.sharded) and all(block.is_whole for block in blocks)
 
 
+@dataclass(eq=False)
 class TensorParallel:
     """The tensor-parallel side of one model.
 
-    Args:
+    Attributes:
         ranks: the axis ``tp``.
-        sequence_parallel: whether activations between the groups of layers are shards.
+        tokens: how activations between the groups of layers are shards; None: they are whole.
         named: the plan that says which layers may be divided; None for all that the structure
             allows.
         strict: whether a layer of that plan that cannot be divided is an error.
     """
 
-    def __init__(
-        self,
-        ranks: Communicator,
-        *,
-        sequence_parallel: bool,
-        named: NamedPlan | None,
-        strict: bool,
-    ) -> None:
-        self._ranks = ranks
-        self._tokens = TokenShards() if sequence_parallel else None
-        self._named = named
-        self._strict = strict
-        self._blocks: list[NamedModule] = []
-        self._handles: list[RemovableHandle] = []
-        self._model: nn.Module | None = None
-        self._uncompiled = Uncompiled()
+    ranks: Communicator
+    tokens: TokenShards | None
+    named: NamedPlan | None = None
+    strict: bool = False
+    _blocks: list[NamedModule] = field(default_factory=list)
+    _handles: list[RemovableHandle] = field(default_factory=list)
+    _model: nn.Module | None = None
+    _uncompiled: Uncompiled = field(default_factory=Uncompiled)
 
     @classmethod
     def of(cls, config: MegatronConfig, model: nn.Module, ranks: Communicator) -> "TensorParallel":
@@ -237,8 +230,8 @@ class TensorParallel:
             ConfigError: the user's plan has an unknown style, or a pattern that matches nothing.
         """
         own = users_plan(model, config.plan) if config.plan else None
-        named, strict = own or models_plan(model), own is not None
-        return cls(ranks, sequence_parallel=config.sequence_parallel, named=named, strict=strict)
+        tokens = TokenShards() if config.sequence_parallel else None
+        return cls(ranks, tokens, own or models_plan(model), strict=own is not None)
 
     def plan(self, model: nn.Module, inputs: ExampleInputs | None) -> ModelPlan:
         """Return how a model, also on the meta device, is divided: without inputs not at all.
@@ -256,9 +249,9 @@ class TensorParallel:
         else:
             plan = self._of_whole(model, inputs)
         allowed = self._words(plan)
-        plan.vocabulary = find_vocabulary(model, inputs.trace, calls, allowed, strict=self._strict)
-        if self._named is not None and self._strict:
-            check_fulfilled(model, self._named, plan.vocabulary, plan.blocks)
+        plan.vocabulary = find_vocabulary(model, inputs.trace, calls, allowed, strict=self.strict)
+        if self.named is not None and self.strict:
+            check_fulfilled(model, self.named, plan.vocabulary, plan.blocks)
         return plan
 
     def divide(self, model: nn.Module, plan: ModelPlan) -> dict[str, ShardingSpec]:
@@ -268,13 +261,13 @@ class TensorParallel:
             The facts of every parameter, by its name.
         """
         facts = self.facts(model, plan)
-        edges = Edges(self._ranks, self._tokens if plan.sharded else None)
-        outside, size = Edges(self._ranks), self._ranks.size
+        edges = Edges(self.ranks, self.tokens if plan.sharded else None)
+        outside, size = Edges(self.ranks), self.ranks.size
         layers = [model.get_submodule(name) for name in plan.vocabulary]
         words = [words_of(layer) for layer in layers]  # while tied weights are whole
         for name, parameter in named_parameters(model).items():
             if (partition := facts[name].partition) is not None:
-                cut(parameter, partition, self._ranks.rank)
+                cut(parameter, partition, self.ranks.rank)
         blocks = [(name, model.get_submodule(name)) for name in plan.blocks]
         for (_, block), derivation in zip(blocks, plan.blocks.values(), strict=True):
             compute_in_parts(uncompiled(block), derivation.plan, edges)
@@ -284,7 +277,7 @@ class TensorParallel:
             else:
                 attach_column(layer, outside, even(-1, rows, size), logits=True)
         keep_padded(model)
-        open_attentions(model, self._ranks)
+        open_attentions(model, self.ranks)
         self._uncompiled.set(model)
         self._blocks = blocks if plan.sharded else []
         self._model = model if any(known.partition for known in facts.values()) else None
@@ -296,12 +289,12 @@ class TensorParallel:
         facts = {name: ShardingSpec(tuple(p.shape)) for p, name in names.items()}
         for name, derivation in plan.blocks.items():
             block = uncompiled(model.get_submodule(name))
-            found = facts_of(block, derivation.plan, self._ranks.size)
+            found = facts_of(block, derivation.plan, self.ranks.size)
             facts.update({names[p]: found[n] for n, p in block.named_parameters()})
         for name in plan.vocabulary:
             for parameter, dim in by_words(model.get_submodule(name)):
                 known = facts[names[parameter]]
-                partition = even(dim, known.shape[dim], self._ranks.size)
+                partition = even(dim, known.shape[dim], self.ranks.size)
                 facts[names[parameter]] = replace(known, partition=partition)
         return facts
 
@@ -310,9 +303,9 @@ class TensorParallel:
 
         After the model was cut into stages: every stage must know how many tokens there are.
         """
-        if self._tokens is None or not self._blocks:
+        if self.tokens is None or not self._blocks:
             return
-        region = SequenceRegion(self._ranks, self._tokens)
+        region = SequenceRegion(self.ranks, self.tokens)
         first, last = self._blocks[0][1], self._blocks[-1][1]
         self._handles.append(first.register_forward_pre_hook(region.enter, with_kwargs=True))
         self._handles.append(last.register_forward_hook(region.leave))
@@ -347,7 +340,7 @@ class TensorParallel:
         """Return the sum that makes a parameter's gradient whole; None for a whole gradient."""
         if not facts.is_summed:
             return None
-        partition, rank = facts.partition, self._ranks.rank
+        partition, rank = facts.partition, self.ranks.rank
         if facts.partial or partition is None:
             return self._sum
 
@@ -361,7 +354,7 @@ class TensorParallel:
 
     def _sum(self, gradient: Tensor) -> Tensor:
         total = gradient.contiguous().clone()
-        self._ranks.all_reduce(total, label="gradients of replicated parameters").wait()
+        self.ranks.all_reduce(total, label="gradients of replicated parameters").wait()
         return total
 
     def _of_blocks(self, model: nn.Module, inputs: ExampleInputs, calls: Calls) -> ModelPlan:
@@ -375,8 +368,8 @@ class TensorParallel:
         first = {key: name for name, key in reversed(keys.items())}
         evaluated = other_calls(model, inputs, [*first.values()])
         known: dict[Any, tuple[Derivation, Mapping[Site, DropoutLayout]]] = {}
-        plan = ModelPlan(sharded=self._tokens is not None)
-        shown, ranks = trace.first_calls(), self._ranks.size
+        plan = ModelPlan(sharded=self.tokens is not None)
+        shown, ranks = trace.first_calls(), self.ranks.size
 
         def add(name: str, key: Any) -> None:
             plan.blocks[name], found = known[key]
@@ -390,7 +383,7 @@ class TensorParallel:
                 found_in = structure_of(trace, model, block, shown[name].operations)
                 called = [calls.arguments[name], *evaluated.get(name, ())]
                 known[key] = divide_block(
-                    block, called, found_in, layers, self._tokens, ranks, alone=not self._strict
+                    block, called, found_in, layers, self.tokens, ranks, alone=not self.strict
                 )
             add(name, key)
         for name in () if plan.sharded else uncalled_blocks(trace, model):
@@ -414,10 +407,8 @@ class TensorParallel:
         layers, called = self._layers_of(""), [Call(inputs.args, inputs.kwargs)]
         operations = range(len(inputs.trace.operations))
         structure = structure_of(inputs.trace, model, model, operations)
-        for tokens in dict.fromkeys((self._tokens, None)):
-            found, layouts = divide_block(
-                model, called, structure, layers, tokens, self._ranks.size
-            )
+        for tokens in dict.fromkeys((self.tokens, None)):
+            found, layouts = divide_block(model, called, structure, layers, tokens, self.ranks.size)
             if not found.is_whole:
                 plan = ModelPlan({"": found}, sharded=tokens is not None)
                 plan.layouts.add("", layouts)
@@ -426,19 +417,19 @@ class TensorParallel:
 
     def _layers_of(self, block: str) -> set[str] | None:
         """Return the names, inside of a block, of the layers that the plan lets divide."""
-        if self._named is None:
+        if self.named is None:
             return None
-        return self._named.allowed_in(block, strict=self._strict)
+        return self.named.allowed_in(block, strict=self.strict)
 
     def _words(self, plan: ModelPlan) -> Callable[[str], bool]:
         """Return whether the named plan lets a layer be divided by words, and no group has it."""
         whole = plan.blocks[""].plan if "" in plan.blocks else BlockPlan()
         taken = {name for group in whole.groups for name in (*group.columns, group.row)}
-        if self._named is None:
+        if self.named is None:
             return lambda name: name not in taken
-        if self._strict:
-            return (self._named.named(VOCABULARY) - taken).__contains__
-        taken |= self._named.named(WHOLE)
+        if self.strict:
+            return (self.named.named(VOCABULARY) - taken).__contains__
+        taken |= self.named.named(WHOLE)
         return lambda name: name not in taken
 
 
@@ -662,9 +653,7 @@ def difference(trial: Trial, plan: ModelPlan, ranks: int) -> str:
 
     def one_rank(communicator: Communicator) -> tuple[Results, Mapping[str, ShardingSpec]]:
         mine = copy_of(trial.module)
-        side = TensorParallel(
-            communicator, sequence_parallel=plan.sharded, named=None, strict=False
-        )
+        side = TensorParallel(communicator, TokenShards() if plan.sharded else None)
         facts = side.divide(mine, replace(plan, blocks=blocks))
         side.surround()
         side.sum_partial(mine, facts)

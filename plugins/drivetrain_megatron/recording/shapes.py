@@ -4,7 +4,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
@@ -585,6 +585,7 @@ class _SeenSteps:
         return TensorMeta(tuple(facts.shape), facts.dtype, tensor.requires_grad)
 
 
+@dataclass(eq=False)
 class _Shaper:
     """Runs blocks on proxies, or only hands their inputs on.
 
@@ -595,44 +596,39 @@ class _Shaper:
         seen: the steps of the forward.
     """
 
-    def __init__(
-        self,
-        recording: Recording,
-        trusted: bool,
-        device: torch.device,
-        runs: BlockRuns,
-        known: Sequence[BlockFacts] | None = None,
-    ) -> None:
-        self._recording, self._trusted, self._device = recording, trusted, device
-        self._runs, self._known = runs, known
-        self.seen = _SeenSteps()
-        self.facts: list[BlockFacts] = []
+    recording: Recording
+    trusted: bool
+    device: torch.device
+    runs: BlockRuns
+    known: Sequence[BlockFacts] | None = None
+    seen: _SeenSteps = field(default_factory=_SeenSteps)
+    facts: list[BlockFacts] = field(default_factory=list)
 
     def call(self, index: int, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
         """Note the output of a block."""
         number = len(self.facts)
-        block = self._recording.called(number, index)
+        block = self.recording.called(number, index)
         leaves, _ = tree_flatten((tuple(args), dict(kwargs)))
         with self.seen.code.inside_block():
             facts = (
-                self._runs.facts(block, index, compute, args, kwargs, trusted=self._trusted)
-                if self._known is None
-                else self._known[number]
+                self.runs.facts(block, index, compute, args, kwargs, trusted=self.trusted)
+                if self.known is None
+                else self.known[number]
             )
             self.facts.append(facts)
             made = self._proxies(facts.metas)
             hooked = self._proxies([meta for call in facts.hooked for meta in call.metas])
             result = block.output.build(block.name, made, leaves)
-            if self._known is not None:
-                tell_hooks(self._runs.blocks[index], facts.hooked, hooked, self._device)
-        is_last = len(self.facts) == len(self._recording.blocks)
-        if self._known is None and is_last and any(each.hooked for each in self.facts):
+            if self.known is not None:
+                tell_hooks(self.runs.blocks[index], facts.hooked, hooked, self.device)
+        is_last = len(self.facts) == len(self.recording.blocks)
+        if self.known is None and is_last and any(each.hooked for each in self.facts):
             raise _HooksSeen
         self.seen.block(len(self.facts), leaves, made, hooked)
         return result
 
     def _proxies(self, metas: Sequence[TensorMeta]) -> list[StageProxy]:
-        return [StageProxy.like(m.shape, m.dtype, self._device, m.requires_grad) for m in metas]
+        return [StageProxy.like(m.shape, m.dtype, self.device, m.requires_grad) for m in metas]
 
 
 @contextmanager

@@ -170,38 +170,35 @@ def _mean(first: float | None, second: float | None, share: float) -> float | No
     return first * (1 - share) + second * share
 
 
+@dataclass(eq=False)
 class StepSums:
     """Adds up records, and hands on one for all of them whenever they are enough.
 
-    Args:
+    Attributes:
         enough: whether a sum is to be handed on.
         take: gets it.
         skip: how many records at first are left out: steps that make buffers and compile kernels.
     """
 
-    def __init__(
-        self,
-        enough: Callable[[StepFigures], bool],
-        take: Callable[[StepFigures], None],
-        skip: int = 0,
-    ) -> None:
-        self._enough, self._take, self._skip = enough, take, skip
-        self._begun: StepFigures | None = None
+    enough: Callable[[StepFigures], bool]
+    take: Callable[[StepFigures], None]
+    skip: int = 0
+    _begun: StepFigures | None = None
 
     def add(self, figures: StepFigures) -> None:
         """Add the next record."""
-        if self._skip:
-            self._skip -= 1
+        if self.skip:
+            self.skip -= 1
             return
         self._begun = figures if self._begun is None else merged(self._begun, figures)
-        if self._enough(self._begun):
+        if self.enough(self._begun):
             self.end()
 
     def end(self) -> None:
         """Hand on what is left over."""
         begun, self._begun = self._begun, None
         if begun is not None:
-            self._take(begun)
+            self.take(begun)
 
 
 # --- the file of a rank ---

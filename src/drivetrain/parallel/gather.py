@@ -119,29 +119,22 @@ class GatherInBytes:
     """The gathers of one unit, some of whose weights cross in 8 bits.
 
     Args:
-        flats: the unit's flat tensors.
+        unit: the unit.
         names: of these weights, and perhaps of others.
-        communicator: the ranks that share the unit.
         largest: finds their scales.
     """
 
-    def __init__(
-        self,
-        flats: Sequence[FlatParameter],
-        names: Collection[str],
-        communicator: Communicator,
-        largest: Largest,
-    ) -> None:
-        self._communicator = communicator
+    def __init__(self, unit: Unit, names: Collection[str], largest: Largest) -> None:
+        self._communicator = unit.communicator
         self._largest = largest
-        weights = [Weight(flat, slot) for flat in flats for slot in flat.slots]
+        weights = [Weight(flat, slot) for flat in unit.flats for slot in flat.slots]
         self._weights = [each for each in weights if each.slot.name in names]
         largest.watch(self._weights)
         self._bytes = {
             weight: weight.flat.values.new_empty(weight.slot.numel, dtype=FP8)
             for weight in self._weights
         }
-        self._flats = list(flats)
+        self._flats = unit.flats
         self._parts: list[list[Tensor]] = []  # views need memory: the first gather makes them
         self._resize(whole=False)
 
@@ -452,8 +445,7 @@ class Gather:
         self._largest = Largest()
         for unit in units:
             if any(slot.name in in_bytes for slot in unit.slots):
-                coder = GatherInBytes(unit.flats, in_bytes, unit.communicator, self._largest)
-                unit.in_bytes = coder.gather
+                unit.in_bytes = GatherInBytes(unit, in_bytes, self._largest).gather
         for unit in units:
             unit.absent = AbsentGuard(unit, self)
             unit.reshard()

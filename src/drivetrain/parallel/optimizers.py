@@ -7,6 +7,7 @@ an optimizer already has is cut like the parameter it belongs to.
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from drivetrain.errors import UsageError
 from drivetrain.parallel.gather import StepEvents
 from drivetrain.parallel.layout import CutStyle, ParameterSlot
-from drivetrain.parallel.optimizer_backend import BoundOptimizer, OptimizerBackend
+from drivetrain.parallel.optimizer_backend import BoundOptimizer
 from drivetrain.parallel.placement import Placement
 from drivetrain.parallel.suitability import misfit
 
@@ -85,29 +86,20 @@ _SWITCHES = ("train", "eval")
 """Methods of schedule-free optimizers."""
 
 
+@dataclass(eq=False, repr=False)
 class Fragments:
     """The fragments that the optimizers of one model hold.
 
-    Args:
-        placement: the parameters that lie in units; more may come.
-        backend: who steps them.
-        fused: whether to take the fused kernel where the user left the choice open.
+    Attributes:
+        placement: the parameters that lie in units, and who steps them; more may come.
         step: is told about optimizers' steps.
+        fused: whether to take the fused kernel where the user left the choice open.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        backend: OptimizerBackend,
-        step: StepEvents,
-        *,
-        fused: bool,
-    ) -> None:
-        self._placement = placement
-        self._backend = backend
-        self._step = step
-        self._fused = fused
-        self._bound: dict[Optimizer, BoundOptimizer] = {}
+    placement: Placement
+    step: StepEvents
+    fused: bool
+    _bound: dict[Optimizer, BoundOptimizer] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[BoundOptimizer]:
         return iter(self._bound.values())
@@ -134,15 +126,15 @@ class Fragments:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         bound = self._bound[optimizer]
         self._adopt_strays(bound)
-        if any((*args[1:], *kwargs.values())) and self._backend.steps(bound):
+        if any((*args[1:], *kwargs.values())) and self.placement.backend.steps(bound):
             raise UsageError(
                 "expected step() without a closure, found one: a store takes the steps of an "
                 "offloaded optimizer; compute the loss before step()"
             )
-        self._step.before_step(bound)
+        self.step.before_step(bound)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._step.after_step(self._bound[optimizer])
+        self.step.after_step(self._bound[optimizer])
 
     def _take_zero_grad(self, bound: BoundOptimizer) -> None:
         """Let ``zero_grad`` reach gradients of micro-batches that were not sent, too.
@@ -154,7 +146,7 @@ class Fragments:
         def zero_grad(set_to_none: bool = True) -> None:
             self._adopt_strays(bound)
             # First: it may end a backward that was cut short.
-            self._step.before_zero_grad(bound, set_to_none=set_to_none)
+            self.step.before_zero_grad(bound, set_to_none=set_to_none)
             given(set_to_none)
 
         bound.optimizer.__dict__["zero_grad"] = zero_grad
@@ -166,10 +158,10 @@ class Fragments:
             return
 
         def switch() -> None:
-            self._placement.wait_for_values()  # the last step's values are still being sent
-            self._placement.take_changes()
+            self.placement.wait_for_values()  # the last step's values are still being sent
+            self.placement.take_changes()
             given()
-            self._step.after_step(bound)
+            self.step.after_step(bound)
 
         bound.optimizer.__dict__[name] = switch
 
@@ -180,7 +172,7 @@ class Fragments:
 
     def _adopt_strays(self, bound: BoundOptimizer) -> None:
         """Bind whole parameters that came into the groups, as by ``add_param_group``."""
-        slots = self._placement.slots
+        slots = self.placement.slots
         for group in bound.optimizer.param_groups:
             if not slots.keys().isdisjoint(group["params"]):
                 self._rebind(bound)
@@ -190,18 +182,18 @@ class Fragments:
         for group in bound.optimizer.param_groups:
             held = [self._replace(bound, parameter) for parameter in group["params"]]
             group["params"] = [one for one in held if one is not None]
-            if self._fused and type(bound.optimizer) in _FUSED and _leaves_choice(group):
+            if self.fused and type(bound.optimizer) in _FUSED and _leaves_choice(group):
                 group["fused"] = True
-        self._backend.adopt(bound)
+        self.placement.backend.adopt(bound)
 
     def _replace(self, bound: BoundOptimizer, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return the fragment in a parameter's place; None if this rank has no share."""
-        slot = self._placement.slots.get(parameter)
+        slot = self.placement.slots.get(parameter)
         if slot is None:
             return parameter
         bound.slots[slot.name] = slot
-        bound.units.add(self._placement.unit_of(slot))
-        fragment = self._placement.flat_of(slot).fragment(slot)
+        bound.units.add(self.placement.unit_of(slot))
+        fragment = self.placement.flat_of(slot).fragment(slot)
         state = bound.optimizer.state.pop(parameter, None)
         if fragment is not None:
             bound.fragments[fragment] = slot

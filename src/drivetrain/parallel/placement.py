@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -136,43 +136,34 @@ def connect_line(run: Run, axis: Axis) -> Communicator:
     return connect(axis, run.traffic, run.world.device, run.world.timeout)
 
 
+@dataclass(eq=False, repr=False)
 class Placement:
     """The units of one model, and who lies where in them.
 
-    Args:
+    Attributes:
         ranks: those that train it.
         backend: where shards lie.
         cut: cuts parameters into units.
         belongs: whether a parameter lies in a unit; one that never moves may need none.
         device: where parameters without values get theirs.
-
-    Attributes:
         units: in the order in which backward usually reaches them.
         slots: by parameter.
         outside: the parameters that lie in no unit, by name.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        backend: OptimizerBackend,
-        cut: CutModel,
-        belongs: Callable[[TensorSpec], bool],
-        device: torch.device,
-    ) -> None:
-        self.units: list[Unit] = []
-        self.slots: dict[nn.Parameter, ParameterSlot] = {}
-        self._ranks = ranks
-        self._backend = backend
-        self._cut = cut
-        self._belongs = belongs
-        self._device = device
-        self._source: WeightSource | None = None
-        self.outside: dict[str, nn.Parameter] = {}
-        self._flats: dict[ParameterSlot, FlatParameter] = {}
-        self._units: dict[ParameterSlot, Unit] = {}
-        self._written: dict[Unit, Tensor] = {}
-        self._writes = 0
+    ranks: Ranks
+    backend: OptimizerBackend
+    cut: CutModel
+    belongs: Callable[[TensorSpec], bool]
+    device: torch.device
+    units: list[Unit] = field(default_factory=list)
+    slots: dict[nn.Parameter, ParameterSlot] = field(default_factory=dict)
+    outside: dict[str, nn.Parameter] = field(default_factory=dict)
+    _source: WeightSource | None = None
+    _flats: dict[ParameterSlot, FlatParameter] = field(default_factory=dict)
+    _units: dict[ParameterSlot, Unit] = field(default_factory=dict)
+    _written: dict[Unit, Tensor] = field(default_factory=dict)
+    _writes: int = 0
 
     def __iter__(self) -> Iterator[ParameterSlot]:
         return iter(self.slots.values())
@@ -197,9 +188,9 @@ class Placement:
         placed = {
             name
             for name, p in named_parameters(model).items()
-            if self._belongs(TensorSpec.of(name, p))
+            if self.belongs(TensorSpec.of(name, p))
         }
-        fill(model, [n for n in meta_tensors(model) if n not in placed], source, self._device)
+        fill(model, [n for n in meta_tensors(model) if n not in placed], source, self.device)
 
     def lay_out(self, model: nn.Module) -> list[Unit]:
         """Make the units of a model, all ranks with rank 0's values, and return them.
@@ -209,7 +200,7 @@ class Placement:
         """
         check_apart({**named_parameters(model), **dict(model.named_buffers())})
         ordinary = [parameter for parameter in held_parameters(model) if not parameter.is_meta]
-        replicate([*ordinary, *model.buffers()], self._ranks.everyone, "replicate model")
+        replicate([*ordinary, *model.buffers()], self.ranks.everyone, "replicate model")
         self.outside = named_parameters(model)
         units = self.follow()
         self._source = None
@@ -218,11 +209,11 @@ class Placement:
     def follow(self) -> list[Unit]:
         """Make units of parameters that lie in none and belong into one now; return them."""
         specs = [TensorSpec.of(name, parameter) for name, parameter in self.outside.items()]
-        chosen = [spec for spec in specs if self._belongs(spec)]
+        chosen = [spec for spec in specs if self.belongs(spec)]
         if not chosen:
             return []
         devices = [self._device_of(self.outside[spec.name]) for spec in chosen]
-        units = [self._make(layout) for layout in self._cut(chosen, devices)]
+        units = [self._make(layout) for layout in self.cut(chosen, devices)]
         for spec in chosen:
             del self.outside[spec.name]
         self.units += units
@@ -234,23 +225,16 @@ class Placement:
 
     def _make(self, layout: UnitLayout) -> Unit:
         device = self._device_of(self.outside[next(iter(layout.places)).name])
-        rank, label = self._ranks.sharing.rank, layout.key or "the rest of the model"
+        label = layout.key or "the rest of the model"
         # The shard of the only rank is all values: where nobody updates others, they stay.
-        apart = self._backend.active or any(kind.master is not kind.dtype for kind in layout.flats)
-        freed = layout.sharded and (apart or self._ranks.sharing.size > 1)
+        apart = self.backend.active or any(kind.master is not kind.dtype for kind in layout.flats)
+        freed = layout.sharded and (apart or self.ranks.sharing.size > 1)
         flats = []
         for kind in layout.flats:
-            flat = FlatParameter(
-                kind,
-                self.outside,
-                rank,
-                device,
-                sharded=freed,
-                apart=self._ranks.sharing.owns_apart,
-            )
-            flat.shard = self._backend.shard(flat, label)
+            flat = FlatParameter(kind, self.outside, self.ranks.sharing, device, sharded=freed)
+            flat.shard = self.backend.shard(flat, label)
             flats.append(flat)
-        ranks = self._ranks
+        ranks = self.ranks
         unit = Unit(layout, flats, ranks.sharing, self._values)
         if self._source is not None and unit.resident:
             replicate(unit.values, ranks.everyone, "replicate model")
@@ -265,7 +249,7 @@ class Placement:
         return parameter.detach()
 
     def _device_of(self, parameter: nn.Parameter) -> torch.device:
-        return self._device if parameter.is_meta else parameter.device
+        return self.device if parameter.is_meta else parameter.device
 
     # --- all units together ---
 
@@ -284,8 +268,8 @@ class Placement:
                 continue
             if replaced := unit.replaced():
                 unit.take_data(replaced)
-            if take_written(unit, stores=self._backend.active) or replaced:
-                self._backend.values_changed(unit)
+            if take_written(unit, stores=self.backend.active) or replaced:
+                self.backend.values_changed(unit)
                 self.note_written(unit)
         if self._written:
             self._compare_written()
@@ -302,11 +286,11 @@ class Placement:
         """
         written, self._written = self._written, {}
         self._writes += 1
-        if self._writes & (self._writes - 1) or self._ranks.everyone.size == 1:
+        if self._writes & (self._writes - 1) or self.ranks.everyone.size == 1:
             return
         mine = torch.stack([written[unit] for unit in self.units if unit in written]).sum(0)
         bounds = torch.stack([mine, ~mine])
-        self._ranks.everyone.all_reduce(bounds, reduction="max", label="written parameters").wait()
+        self.ranks.everyone.all_reduce(bounds, reduction="max", label="written parameters").wait()
         if bounds[0] != ~bounds[1]:
             labels = ", ".join(unit.label for unit in self.units if unit in written)
             raise RankMismatchError(

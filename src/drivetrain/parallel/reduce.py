@@ -45,7 +45,6 @@ from drivetrain.parallel.backward import (
 )
 from drivetrain.parallel.gradients import DividedGradient, FlatGradients, UnitGradients
 from drivetrain.parallel.layout import ParameterSlot
-from drivetrain.parallel.optimizer_backend import OptimizerBackend
 from drivetrain.parallel.placement import Placement, Ranks
 from drivetrain.parallel.unit import Unit
 from drivetrain.strategy import Gradients, Only, Run
@@ -121,9 +120,7 @@ class Reduce(Gradients):
     """The reduction of one model's gradients, and this rank's share of the result.
 
     Args:
-        ranks: those that train the model.
-        placement: its units.
-        backend: who steps the gradients.
+        placement: the model's units, the ranks that train it, and who steps the gradients.
         end: called when a synchronised backward ends; must send the rest.
         run: dtypes of gradients, and the device of the model.
         buffers: gradients pass through them; if none are lent, every unit keeps one of its own.
@@ -134,7 +131,7 @@ class Reduce(Gradients):
         replicating: whether replicas then add theirs up, and gradients are handed out.
         steps_follow: whether optimizers step after them; not in an accumulation window.
         factor: what the gradients of a backward will be multiplied by after it.
-        backend: as given.
+        backend: who steps the gradients.
         units: the gradients of each unit, in the order in which units are sent.
         shown: what stands at the parameters' ``grad``.
         buffers: those that gradients pass through, if they do not stay.
@@ -142,9 +139,7 @@ class Reduce(Gradients):
 
     def __init__(
         self,
-        ranks: Ranks,
         placement: Placement,
-        backend: OptimizerBackend,
         end: Callable[[], None],
         run: Run,
         buffers: LentBuffers,
@@ -155,9 +150,8 @@ class Reduce(Gradients):
         self.factor = 1.0
         self._scaled: set[ParameterSlot] = set()  # before the backward was over
         self.units: list[UnitGradients] = []
-        self._ranks = ranks
-        self._placement = placement
-        self.backend = backend
+        self._placement, ranks, backend = placement, placement.ranks, placement.backend
+        self._ranks, self.backend = ranks, backend
         self.rounds = Rounds(self.begin, end)
         self.buffers = buffers
         stays, size = not buffers.in_flight, ranks.everyone.size

@@ -501,15 +501,13 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         self.model = model
         self.check(optimizers)
         buffers = self.lent_buffers(model, optimizers)
-        place, backend = self.placement, self.backend
-        reduce = Reduce(
-            self.ranks, place, backend, self.after_backward, self.run, buffers, self.adam
-        )
+        place = self.placement
+        reduce = Reduce(place, self.after_backward, self.run, buffers, self.adam)
         self.gradients = self.reduce = self._made.enter_context(closing(reduce))
         self.rounds = reduce.rounds
         self.take(place.lay_out(model))
         fused = config.fused and self.adam is None  # whose steps take the state of torch's loops
-        held = Fragments(place, backend, self, fused=fused)
+        held = Fragments(place, self, fused)
         self.optimizers = self._made.enter_context(closing(held))
         for optimizer in optimizers:
             self.give_fragments(optimizer)

@@ -274,16 +274,16 @@ class FlatParameter:
 
     Args:
         layout: which parameters it holds.
-        sharded: whether its values are freed between uses.
-        apart: whether this rank's shard is kept a second time though values are not freed.
         parameters: parameters by name.
-        rank: this rank among those that share the unit.
+        sharing: the ranks that share the unit.
         device: where it lives.
+        sharded: whether its values are freed between uses.
 
     Attributes:
         layout: which parameters it holds.
         sharded: whether its values are freed between uses.
-        apart: whether gathered values are approximate, so that the shard never lies among them.
+        apart: whether gathered values are approximate, so that the shard never lies among them,
+            but is kept a second time.
         values: 1-D, all parameters in the dtype that forward reads; without memory while freed.
         shard: what this rank owns, in the dtype that the optimizer updates.
         owned: how many elements that are.
@@ -306,28 +306,27 @@ class FlatParameter:
         self,
         layout: FlatLayout,
         parameters: Mapping[str, nn.Parameter],
-        rank: int,
+        sharing: Communicator,
         device: torch.device,
         *,
         sharded: bool,
-        apart: bool = False,
     ) -> None:
         self.layout = layout
         self.sharded = sharded
-        self.apart = apart
+        self.apart = sharing.owns_apart
         self.values = torch.empty(layout.numel, dtype=layout.dtype, device=device)
         self.slots: list[ParameterSlot] = []
         first = 0
         for place in layout.places:
             parameter = parameters[place.name]
             check_ordinary(place.name, parameter)
-            slot = ParameterSlot.of(place, parameter, layout, rank, first)
+            slot = ParameterSlot.of(place, parameter, layout, sharing.rank, first)
             self.slots.append(slot)
             first += slot.owned_numel
         self.owned = first
         self.pieces = [layout.pieces(one) for one in range(len(layout.places[0].shares))]
         self.parts = [[self.values[start:stop] for start, stop in each] for each in self.pieces]
-        self.own = self.parts[rank]
+        self.own = self.parts[sharing.rank]
         self.fragments: dict[ParameterSlot, nn.Parameter] = {}
         self.masters_left = False
         self.trained = False

@@ -178,40 +178,38 @@ class ParametersOfGroup(list[nn.Parameter]):
         return list, (list(self),)
 
 
+@dataclass(eq=False, repr=False)
 class GroupView(MutableMapping[str, Any]):
     """A group: options are those of the optimizer, parameters are the script's own.
 
-    Args:
+    Attributes:
         group: of the optimizer.
         parameters: returns the script's own.
     """
 
-    def __init__(
-        self, group: dict[str, Any], parameters: Callable[[], Iterable[nn.Parameter]]
-    ) -> None:
-        self._group = group
-        self._parameters = parameters
+    group: dict[str, Any]
+    parameters: Callable[[], Iterable[nn.Parameter]]
 
     def __getitem__(self, key: str) -> Any:
         if key == "params":
-            return ParametersOfGroup(self._parameters())
-        return self._group[key]
+            return ParametersOfGroup(self.parameters())
+        return self.group[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
             raise _REGROUPED
-        self._group[key] = value
+        self.group[key] = value
 
     def __delitem__(self, key: str) -> None:
         if key == "params":
             raise _REGROUPED
-        del self._group[key]
+        del self.group[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._group)
+        return iter(self.group)
 
     def __len__(self) -> int:
-        return len(self._group)
+        return len(self.group)
 
     def __repr__(self) -> str:
         return repr(dict(self))
