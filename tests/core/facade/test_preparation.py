@@ -111,6 +111,10 @@ def test_options_reach_the_run_and_a_trigger_is_lowered_when_it_was_seen():
     assert accelerator.config.run.launch.timeout_s == 86_405
     accelerator.set_trigger()
     assert [accelerator.check_trigger(), accelerator.check_trigger()] == [True, False]
+    for logs, expected in ((None, "runs"), ("logs", "logs")):
+        project = ProjectConfiguration("runs", logging_dir=logs)
+        accelerator = Accelerator(cpu=True, project_config=project, config={"report": False})
+        assert (accelerator.project_dir, accelerator.logging_dir) == ("runs", expected)
 
 
 def test_0_is_a_seed_for_data_too():

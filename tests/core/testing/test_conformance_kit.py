@@ -61,7 +61,7 @@ HEADER = "from drivetrain.testing.conformance import StrategyConformance\n"
 def test_mistakes_that_one_process_can_make_are_found(project, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(project.path / "plugin")
     for name, check, arguments, said in (
-        ("ClipsLocally", "test_clipping_by_the_global_norm", (), "are not close"),
+        ("ClipsLocally", "test_clipping_by_the_global_norm", (), "Scalars are not close"),
         ("PromisesTooLittle", "test_cost_equals_memory", (), "promised 0 bytes of optimizer"),
         ("LosesMoments", "test_saved_run_goes_on_bit_by_bit", (tmp_path,), "differs after load"),
         ("NeverLetsGo", "test_taken_off", (), "are not close"),
