@@ -141,7 +141,7 @@ def test_language_models_train_alike(strategy, build):
     torch.testing.assert_close(found["chunked"], found["whole"], rtol=1e-6, atol=1e-7)
 
 
-def test_models_whose_loss_is_another_are_refused():
+def test_models_whose_loss_is_another_are_refused_and_others_compute_the_same():
     with pytest.raises(UsageError, match="causal language model of transformers, found Linear"):
         compute_in_pieces(nn.Linear(2, 2))
     with pytest.raises(UsageError, match="to compute ForCausalLMLoss, found ForMaskedLMLoss"):
@@ -168,9 +168,7 @@ def test_models_whose_loss_is_another_are_refused():
     with pytest.raises(UsageError, match="found a loss of other values"):
         model(ids, ids, torch.tensor(31))
 
-
-def test_options_of_a_models_call_and_calls_that_do_not_train():
-    ids = token_batch(0)
+    # Options of a call reach its loss, and calls that do not train have logits.
     ignored = {"ignore_index": int(ids[0, 3])}
     for options in (ignored, {"shift_labels": ids}, {"return_dict": False}):
         model = llama()

@@ -6,6 +6,7 @@ import pytest
 
 from drivetrain import registry
 from drivetrain.errors import ConfigError, UnknownPluginError, UsageError
+from drivetrain.saved_state import StateAround, TrainingState
 from drivetrain.strategy import Planning, Strategy
 
 ENTRIES = {
@@ -48,3 +49,7 @@ def test_a_strategy_with_a_method_that_nobody_calls_any_more_is_refused():
         type("Old", (Strategy,), {"shards": None})
     with pytest.raises(UsageError, match=r"OldPlans\.step, which nobody calls: see simulate"):
         type("OldPlans", (Planning,), {"step": None})
+    # All but these does the state of a strategy around another one leave to that one.
+    own = {"shards", "check", "load", "gathered", "whole", "dtensors"}
+    methods = {name for name in vars(TrainingState) if not name.startswith("_")}
+    assert methods - vars(StateAround).keys() == own | {"divided"}

@@ -260,10 +260,18 @@ def test_a_norm_that_is_no_number_is_an_error(tmp_path, monkeypatch):
     fabric.backward(model(torch.full((1, 2), float("inf"))).sum())
     with pytest.raises(RuntimeError, match="expected a finite norm of gradients"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    options = {"max_norm": 1.0, "norm_type": float("inf"), "error_if_nonfinite": False}
+    assert not fabric.clip_gradients(model, optimizer, **options).isfinite()
     optimizer.zero_grad()
-    fabric.backward(model(torch.ones(1, 2)).sum())
+    fabric.backward(model(torch.full((1, 2), 3.0)).sum())
+    assert fabric.clip_gradients(model, optimizer, **options).item() == 3.0
     fabric.clip_gradients(model, optimizer, clip_val=0.5)
     assert net.weight.grad.abs().max() <= 0.5
     with pytest.raises(UsageError, match="found it inside"), fabric.no_backward_sync(model):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
     fabric.clip_gradients(model, optimizer, max_norm=1.0)  # an error has left the context, too
+    nets = torch.nn.Linear(2, 1)
+    both = (torch.optim.SGD([each], lr=0.1) for each in nets.parameters())
+    model, optimizer, _ = fabric.setup(nets, *both)
+    with pytest.raises(UsageError, match="one optimizer of the model .* found 2"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)

@@ -5,11 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from functools import cache
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from drivetrain.integrations.transformers import (
     loader_options,
     refuse_other_batches,
     refuse_other_engines,
+    score_by_modules,
     scores_of,
     use_drivetrain,
 )
@@ -98,9 +100,12 @@ def test_scores_are_computed_by_modules_where_ranks_share_them(monkeypatch):
             self.accelerator, self.model = SimpleNamespace(cell_size=ranks), ranks
             self.save_model = print
 
+        def floating_point_ops(self, inputs):
+            return 24
+
     trainer = type("Trained", (StrategyTraining, Base), {})
     for ranks in (1, 2, 4):
-        trainer(ranks)
+        assert trainer(ranks).floating_point_ops(None) == 24 / ranks
     assert changed == [2, 4]
 
 
@@ -319,6 +324,9 @@ def test_batches_that_would_be_cut_or_become_others_are_refused():
 
 def test_one_number_of_micro_batches():
     assert accumulation_of(usual(), 4) == (4, {})
+    more = {"num_steps": 3, "sync_each_batch": True}
+    given = usual(accelerator_config=SimpleNamespace(gradient_accumulation_kwargs=more))
+    assert accumulation_of(given, 1) == (3, {"sync_each_batch": True})
     with pytest.raises(UsageError, match=r"one number of micro-batches per step, found \[2, 4\]"):
         accumulation_of(usual(gradient_accumulation_steps=2), 4)
 
@@ -328,6 +336,10 @@ def test_a_seed_of_the_data_counts_even_if_it_is_zero():
     for given, expected in ((0, 0), (None, 3)):
         options = loader_options(usual(accelerator_config=config, seed=3, data_seed=given))
         assert options.data_seed == expected
+    given = {"split_batches": True, "dispatch_batches": True, "even_batches": False}
+    given |= {"use_seedable_sampler": False, "non_blocking": True}
+    options = loader_options(usual(accelerator_config=type(config)(**given), data_seed=3))
+    assert given.items() <= asdict(options).items()
 
 
 def test_scores_of_tokens_are_those_of_their_probabilities():
@@ -345,6 +357,23 @@ def test_scores_of_tokens_are_those_of_their_probabilities():
     for name, value in expected.items():
         torch.testing.assert_close(found[name][0, 0], value)
         assert not found[name][0, 1], name
+
+    def of_trl(temperature):
+        def forward(model, words, fused_lm_head=False, labels=None, shift_labels=None):
+            assert not (fused_lm_head and temperature)
+            return SimpleNamespace(logits=logits, aux_loss=3.0)
+
+        return forward
+
+    model = torch.nn.Linear(1, 1)
+    model.forward = MethodType(of_trl(2.0), model)
+    score_by_modules(model)
+    for labels in ({"labels": torch.tensor([[0, 1]])}, {"shift_labels": torch.tensor([[1, -100]])}):
+        scores = model(None, fused_lm_head=True, num_items_in_batch=5, **labels)
+        expected = (logits[0, 0] / 2).log_softmax(-1)[1]
+        torch.testing.assert_close(scores.log_probs[0, 0], expected)
+        assert scores.log_probs.shape == (1, 1 + ("shift_labels" in labels))
+        assert scores.aux_loss == 3.0
 
 
 def test_a_trainer_with_an_accelerator_of_its_own_is_refused():

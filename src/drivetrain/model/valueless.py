@@ -20,6 +20,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from math import prod
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
@@ -261,7 +262,8 @@ def _memory(tensor: Tensor) -> int:
 class WorkTally(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that sums floating point operations, with 2 for a product and its addition.
 
-    Matrix products, convolutions and attentions count, as in ``torch.utils.flop_counter``.
+    Matrix products, convolutions, recurrent layers and attentions count, as in
+    ``torch.utils.flop_counter``.
     """
 
     def __init__(self) -> None:
@@ -294,6 +296,11 @@ def _attention_work(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwa
     return 2 * scores * (features + value.shape[3])
 
 
+def _recurrent_work(x: Tensor, weights: Sequence[Tensor]) -> int:
+    """Return the work of a layer's steps: the product of each with each of its weights."""
+    return 2 * prod(x.shape[:-1]) * sum(each.numel() for each in weights if each.dim() > 1)
+
+
 _aten = torch.ops.aten
 WORK: Mapping[Any, Callable[..., int]] = ChainMap(
     {
@@ -301,14 +308,16 @@ WORK: Mapping[Any, Callable[..., int]] = ChainMap(
         _aten._scaled_dot_product_flash_attention: _attention_work,
         _aten._scaled_dot_product_efficient_attention: _attention_work,
         _aten._scaled_dot_product_cudnn_attention: _attention_work,
+        _aten.mkldnn_rnn_layer: lambda x, *args, **_: _recurrent_work(x, args[:2]),
+        _aten._cudnn_rnn: lambda x, weights, *_, **__: _recurrent_work(x, weights),
         _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
             _aten._scaled_dot_product_flash_attention_backward
         ],
     },
     flop_registry,
 )
-"""Formulas by operation. torch's own leave out the CPU's attention, and up to torch 2.11 refuse
-heads that share keys."""
+"""Formulas by operation. torch's own leave out the CPU's attention and recurrent layers, and up to
+torch 2.11 refuse heads that share keys."""
 
 
 def needs_values(op: Any) -> bool:

@@ -41,6 +41,14 @@ def state_of(dataset):
     return drawn, dataset.file, list(dataset.read), dict(dataset.cache)
 
 
+class AtOnce(Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitems__(self, indices):
+        return [ROWS[index] for index in indices]
+
+
 def test_two_rows_through_the_collation():
     def collated(rows):
         return {"x": torch.stack([row[0] for row in rows]) + 1}
@@ -48,6 +56,7 @@ def test_two_rows_through_the_collation():
     found = first_rows(DataLoader(TensorDataset(ROWS), 4, collate_fn=collated, shuffle=True))
     assert found.origin == "rows 0 and 1 of TensorDataset"
     assert torch.equal(found.batch["x"], ROWS[:2] + 1)
+    assert torch.equal(first_rows(DataLoader(AtOnce(), 4)).batch, ROWS[:2])
 
 
 def test_one_row_where_two_do_not_go_together_or_items_are_batches():

@@ -144,3 +144,5 @@ def test_equal_samples_have_equal_fingerprints():
     assert first == again
     assert not set(first) & set(other)
     assert len(set(first)) == len(first)
+    zeros = [*map(torch.zeros, ((2, 3), (3, 2), 6)), torch.zeros(6, dtype=torch.int32)]
+    assert len(set(map(fingerprint_of, zeros))) == len(zeros)

@@ -36,6 +36,7 @@ def test_optimizer_after_its_model_is_saved_and_loaded(tmp_path):
 
     accelerator, model, optimizer = build()
     train(accelerator, model, optimizer)
+    optimizer.state[model.weight]["codes"] = torch.full((2, 4), 7, dtype=torch.uint8)
     accelerator.save_state(tmp_path / "saved")
     again, loaded, loaded_optimizer = build()
     again.load_state(tmp_path / "saved")
@@ -43,6 +44,7 @@ def test_optimizer_after_its_model_is_saved_and_loaded(tmp_path):
     found = loaded_optimizer.state[loaded.weight]
     assert found["step"] == expected["step"] == 1
     assert torch.equal(found["exp_avg"], expected["exp_avg"])
+    assert found["codes"].dtype is torch.uint8
 
 
 def test_strategy_that_must_know_an_optimizer_from_the_start_says_so(monkeypatch):

@@ -119,7 +119,8 @@ def test_a_host_shares_its_disk_and_a_device_its_tiles():
     assert waves[0] < waves[1] == waves[2], "five tiles on four processors take two rounds"
 
 
-def test_inputs_of_a_model_get_no_gradient():
+def test_products_of_backward_and_those_in_fp8():
+    # Inputs of a model get no gradient.
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     paper = traced_model(model, [Candidate("x", (torch.zeros(2, 8),), {})])
     units = paper.units(4, "none", fused=True)
@@ -130,9 +131,6 @@ def test_inputs_of_a_model_get_no_gradient():
     left, right = MatrixProduct(2, 3, 5, divided="inner", weights=False).backward()
     assert left == MatrixProduct(2, 5, 3, divided="columns", weights=False)
     assert right == MatrixProduct(3, 2, 5, divided="rows", weights=False)
-
-
-def test_blocks_have_narrow_products_of_sizes_that_fit():
     products = [MatrixProduct(1, *sizes) for sizes in ((16, 32), (16, 24), (24, 16))]
     products.append(MatrixProduct(1, 16, 32, weights=False))
     unit = SimulatedUnit("a block", tuple(products), (), ())

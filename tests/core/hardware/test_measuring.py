@@ -131,7 +131,7 @@ def test_links_that_nobody_measured_say_so():
         hardware.check_measured(2, 1)
 
 
-def test_levels_follow_from_the_matrix_and_lines_from_hosts(monkeypatch):
+def test_levels_follow_from_the_matrix(monkeypatch):
     """Two hosts of two devices on a network a tenth as fast; pairs inside scatter a little."""
     rates = {
         (one, other): 9.0 + one if one // 2 == other // 2 else 0.9 + 0.1 * one

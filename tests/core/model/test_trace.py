@@ -8,7 +8,13 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain.model.trace import trace_model
-from drivetrain.model.valueless import ValuelessTensor, ValuesNeededError, facts_of, freeze
+from drivetrain.model.valueless import (
+    WORK,
+    ValuelessTensor,
+    ValuesNeededError,
+    facts_of,
+    freeze,
+)
 from stacks import Parts
 
 B, T, D, HEADS, VOCABULARY = 2, 8, 16, 4, 32
@@ -35,8 +41,14 @@ def test_the_work_and_bytes_of_operations():
     assert only(trace_model(model, (torch.ones(4, 8),), {}), "relu_").written == 4 * (4 * 3)
     x = torch.ones(5, B, D)
     with FlopCounterMode(display=False) as counter:
-        nn.LSTM(D, D)(x)
-    assert trace_model(nn.LSTM(D, D), (x,), {}).work == counter.get_total_flops()
+        nn.GRU(D, D)(x)
+    assert trace_model(nn.GRU(D, D), (x,), {}).work == counter.get_total_flops() > 0
+    both = nn.LSTM(D, T, num_layers=2, bidirectional=True)  # torch counts none of its work
+    each = 2 * x.shape[:-1].numel()
+    weights = sum(weight.numel() for weight in both.parameters() if weight.dim() > 1)
+    assert trace_model(both, (x,), {}).work == each * weights
+    on_gpu = WORK[torch.ops.aten._cudnn_rnn](x, list(both.parameters()), 4, None, out_val=None)
+    assert on_gpu == each * weights
 
     query = nn.Parameter(torch.ones(B, HEADS, T, D, dtype=torch.bfloat16))
     attention = Parts(lambda m: F.scaled_dot_product_attention(m.q, m.q, m.q), q=query)

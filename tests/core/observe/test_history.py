@@ -61,6 +61,8 @@ def test_values_are_means_and_counts_are_sums_over_ranks(tmp_path):
     assert (run.starts[0].first, run.starts[0].last) == (1, 10)
     assert measures.step_seconds(run) == pytest.approx(0.05)
     assert numbers(run)["sent in a step"] == size_text(2000)
+    assert numbers(run)["skipped steps"] == "5"
+    assert measures.steady([1, 2, 3]) == [2, 3], "the first one makes buffers"
 
 
 def test_a_restart_goes_on_and_repeats_steps(tmp_path):
@@ -150,6 +152,10 @@ def test_utilization_names_formula_and_peak(tmp_path):
     assert numbers(run)["MFU"] == "32.0%"
     assert "4 N + 2 trained N" in notes(run)["MFU"]
     assert "peak of NVIDIA H100 in bf16: 10 M a second (a data sheet)" in notes(run)["MFU"]
+    write_run(tmp_path / "two", range(1, 6), facts={"peak": peak, "models": [model] * 2})
+    run = load_history(tmp_path / "two")
+    assert numbers(run)["MFU"] == "64.0%"
+    assert measures.promised_bytes(run) == {"dp/all_reduce": 8000}
     write_run(tmp_path / "cpu", range(1, 6))
     without = load_history(tmp_path / "cpu")
     assert "MFU" not in numbers(without)

@@ -194,6 +194,10 @@ def test_the_peak_says_what_it_is_of():
     header = run_report.header_of(resolve(read_sets(["strategy={name: megatron, pp: 2}"])), run)
     assert (header["peers"], header["place"]) == ("pp=1", {"tp": 0, "dp": 0, "pp": 1})
     assert (header["rank"], header["host"]) == (2, "b")
+    # Without a precision of the run it is of the dtype of most numbers, not of most tensors.
+    mixed = nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16), nn.LayerNorm(8), nn.LayerNorm(8))
+    run = mock.Mock(world=world, precision=Precision.of("no"))
+    assert run_report._peak(run, [ModelSpec.of(mixed)])["of"] == "bf16"
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path, capsys):

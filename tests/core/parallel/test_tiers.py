@@ -214,6 +214,9 @@ def test_what_does_not_fit_is_refused_with_the_numbers_and_a_way_out():
     (message,) = tiers(host=17 * GIB, disk=8 * GIB - 1).shortages()
     assert message.startswith("the disk: expected at least 8.0 GiB")
     assert "offload.path" in message
+    needed = {"device": Counter(), "host": Counter(gradients=GIB), "disk": Counter(optimizer=GIB)}
+    (message,) = Tiers(needed=needed, room={"host": GIB}, sharing=2).shortages()
+    assert "offload.params, too" in message
     assert not tiers(host=17 * GIB, disk=8 * GIB).shortages()
     assert not tiers().shortages()  # nothing known is nothing to refuse
 

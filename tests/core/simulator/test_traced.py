@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain.data.examples import Candidate
 from drivetrain.errors import ConfigError
-from drivetrain.simulator.step import Boundary, MatrixProduct, flops_of
+from drivetrain.simulator.step import Boundary, MatrixProduct, MemoryPass, flops_of
 from drivetrain.simulator.traced import traced_model
 from drivetrain.simulator.transformer import GptShape
 from stacks import Residual
@@ -77,6 +77,7 @@ def test_parameters_work_and_activations_are_the_modules_own():
         assert paper.parameters == count
         units = paper.units(len(inputs), "none", fused=True, width=4)
         assert sum(unit.elements for unit in units) == count
+        assert all(sum(unit.sizes) == unit.elements for unit in units)
         with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
             model(inputs)
         unfused = paper.units(2, "none", fused=False, width=4)
@@ -98,8 +99,24 @@ def test_parameters_work_and_activations_are_the_modules_own():
             assert large.parameters == small.parameters
 
 
+class Losing(nn.Module):
+    """A GPT that computes its loss itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpt = gpt()
+
+    def forward(self, tokens):
+        return nn.functional.cross_entropy(self.gpt(tokens).flatten(0, 1), tokens.flatten())
+
+
+def passes_of(unit):
+    return {(p.nbytes, p.back, p.divided) for p in unit.forward if isinstance(p, MemoryPass)}
+
+
 def test_a_gpt_is_the_gpt_of_its_sizes():
-    units = seen("gpt").units(8, "none", fused=True)
+    paper = seen("gpt")
+    units = paper.units(8, "none", fused=True)
     shape = GptShape(layers=LAYERS, hidden=WIDTH, heads=HEADS, seq=LENGTH, vocab=256)
     expected = shape.units(8, "none", fused=True)
     assert len(units) == len(expected)
@@ -112,6 +129,23 @@ def test_a_gpt_is_the_gpt_of_its_sizes():
             [b.enters for b in each.forward if isinstance(b, Boundary)] for each in (unit, other)
         )
         assert one == two
+        for fact in ("enters", "heads", "borrowed"):
+            assert getattr(unit, fact) == getattr(other, fact)
+    assert (paper.heads, paper.seq) == (HEADS, LENGTH)
+    losing = traced_model(Losing(), [Candidate("tokens", (TOKENS,), {})])
+    assert losing.logits(8) == paper.logits(8) == 8 * LENGTH * 256
+    assert losing.units(8, "none", fused=True)[-1].kept == units[-1].kept
+    activation, scores = 8 * LENGTH * 4 * WIDTH, 8 * HEADS * LENGTH**2
+    unfused = [each.units(8, "none", fused=False)[1] for each in (paper, shape)]
+    assert unfused[0].kept == units[1].kept + 2 * scores  # the probabilities
+    assert set.intersection(*map(passes_of, unfused)) == {
+        (4 * activation, 6 * activation, "features"),  # it reads its input again in backward
+        (4 * scores, 6 * scores, "features"),
+    }
+    added = 6 * 8 * LENGTH * WIDTH  # two activations read and one written, in both directions
+    assert (added, added, "tokens") in passes_of(units[1])
+    rows, table = 8 * LENGTH * (2 * 2 * WIDTH + 4), 2 * 256 * WIDTH
+    assert (rows, rows + table, "features") in passes_of(units[0])  # a gradient for every word
     block = [p.divided for p in units[1].forward if isinstance(p, MatrixProduct)]
     assert block == ["columns", "copies", "copies", "inner", "columns", "inner"]
     # The shape's block drops out; the module's does not.

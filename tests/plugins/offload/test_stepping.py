@@ -112,8 +112,9 @@ class Both:
                 continue
             gradient = torch.randn(parameter.numel(), generator=self.generator).to(dtype)
             master, out = self.masters[i], self.outs[i]
-            steps.append(ShardStep(i, self.group(i), gradient, master, out, factor))
-            parameter.grad = gradient.to(parameter.dtype, copy=True).mul_(factor)
+            each = factor / (1 + i % 3)
+            steps.append(ShardStep(i, self.group(i), gradient, master, out, each))
+            parameter.grad = gradient.to(parameter.dtype, copy=True).mul_(each)
         pending = self.stepper.submit(self.block, steps)
         self.optimizer.step()
         return pending

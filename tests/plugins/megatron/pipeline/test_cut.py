@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model.trace import trace_model
+from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline import cut
 from drivetrain_megatron.pipeline.cut import balanced, listed, profile, scaled_edges
 from drivetrain_megatron.recording.phases import Dependency, Recording, record
@@ -139,6 +140,10 @@ def test_measured_costs(monkeypatch):
     assert before == 0
     assert 0 < after < seconds[2]
     assert model(x).shape == (256, 16)
+    # Neither is a head of as much work as its numbers say next to blocks of other units.
+    monkeypatch.setattr(cut, "profile", lambda *_: [1e-9] * 4)
+    for how, bounds in (("cost", (0, 3, 4)), ("profile", (0, 2, 4)), ("uniform", (0, 2, 4))):
+        assert cut.chosen_cut(MegatronConfig(pp=2, cut=how), model, found, None).bounds == bounds
 
     model = uneven().to("meta")
     trace = trace_model(model, (torch.ones(10, 64),), {})

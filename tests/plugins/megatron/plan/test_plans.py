@@ -385,8 +385,12 @@ def decoder(form, hidden, heads):
 def check(form, sizes, **options):
     """Train two steps beside one process; all layers of attention must be divided."""
     torch.manual_seed(0)
+    model = decoder(form, *sizes).double()
+    if form is Configured:  # one configuration for all modules, which a checkpoint may save
+        model.config = model.h[0].attn.config = model.h[1].attn.config
     with said("drivetrain_megatron") as lines:
-        both = Twins(decoder(form, *sizes).double(), **options)
+        both = Twins(model, **options)
+    assert form is not Configured or both.model.config.n_embd == sizes[0]
     facts = both.accelerator.strategy_of(both.model)._facts
     for layer in (*form.columns, "c_proj"):
         partition = facts[f"h.1.attn.{layer}.weight"].partition
