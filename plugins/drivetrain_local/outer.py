@@ -33,7 +33,7 @@ from typing_extensions import override
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.communicator import Finished, SumChannel
 from drivetrain.collectives.volume import FlatSlice, ParameterRow
-from drivetrain.model.modules import named_parameters, repeated_blocks
+from drivetrain.model.modules import held_buffers, named_parameters, repeated_blocks
 from drivetrain.parallel.backward import Rounds, on_gradient
 from drivetrain.parallel.replicated import replicate, view_like
 from drivetrain.saved_state import AROUND, TrainingState
@@ -633,7 +633,8 @@ class WarmUp:
             for members in outer.messages.of() if outer.warms_up else ():
                 average_gradients(members, self._workers, outer.messages)
         # As data parallelism does, so that all ranks evaluate with the same buffers.
-        replicate(self._model.buffers(), self._workers, "buffers of the first worker")
+        buffers = held_buffers(self._model).values()
+        replicate(buffers, self._workers, "buffers of the first worker")
 
 
 @torch.no_grad()

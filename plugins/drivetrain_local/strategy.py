@@ -22,7 +22,12 @@ from drivetrain.compression.compressor import Compressor, Fidelity
 from drivetrain.cost import HOST, Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
-from drivetrain.model.modules import clean_name, held_parameters, named_parameters
+from drivetrain.model.modules import (
+    clean_name,
+    held_buffers,
+    held_parameters,
+    named_parameters,
+)
 from drivetrain.parallel.optimizers import outermost
 from drivetrain.parallel.options import OffloadOptions
 from drivetrain.parallel.replicated import replicate
@@ -585,7 +590,7 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
                 "one as strategy.inner"
             )
         if made and not self._outer:
-            made[0].buffers = list(self._model.buffers())
+            made[0].buffers = list(held_buffers(self._model).values())
         self._outer += made
         self._counts += made
         return prepared

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.distributed import Work
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
@@ -130,6 +131,8 @@ class WholeTensor(Tensor):
             one.check()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
+        if isinstance(result, Work):  # of a collective that writes later
+            result.wait()
         for one in _written(func, args, kwargs):
             one.written()
         return tree_map(lambda leaf: _viewed(leaf, copies), result)

@@ -18,6 +18,7 @@ ALWAYS = {
     "gradients kept from the first step",
     "gradients compared with those before",
     "norms of cleared gradients",
+    "unscaled by torch",
     "blocks scale gradients in hooks",
     "a forward keeps its block",
 }

@@ -178,7 +178,8 @@ class StageProxy(ValuelessTensor):
         "expected values for {name}() to write, found a tensor whose values exist on another "
         "pipeline stage, and a real tensor of shape {shape} as the target: make a new tensor "
         "instead (torch.where, torch.cat, a + b), or do this inside of one of the model's blocks; "
-        "with parameters, inside of 'with accelerator.gathered(model):' on every rank",
+        "with parameters, inside of 'with accelerator.gathered(model):' on every rank; buffers of "
+        "all stages are in accelerator.get_state_dict(model)",
         "expected a tensor that keeps its shape, found {name}() on a tensor whose values exist on "
         "another pipeline stage: use the form that returns a new tensor",
         OWN_BACKWARD,
@@ -522,6 +523,7 @@ class StandIns:
         self._device, self._precision = run.world.device, run.precision
         self._model = model
         self._before = [(module, dict(module._parameters)) for module in model.modules()]
+        self._buffers = [(module, list(module._buffers)) for module in model.modules()]
         self._guards: dict[nn.Parameter, OtherStage] = {}
         self._here: list[nn.Parameter] = []
         self._without: frozenset[str] | None = None
@@ -543,7 +545,13 @@ class StandIns:
                 self._guards[parameter] = self._stand_in(parameter, rank)
 
     def put(self) -> None:
-        """List them as parameters of their modules again."""
+        """List them as parameters of their modules again, and proxies of other stages' buffers."""
+        for module, names in self._buffers:
+            now = dict(module._buffers)
+            for name in names:
+                if name not in now:
+                    setattr(module.__dict__[name], STANDS_FOR, None)
+                module._buffers[name] = module._buffers.pop(name, module.__dict__.get(name))
         for module, before in self._before:
             now = module._parameters
             if now.keys() != before.keys():

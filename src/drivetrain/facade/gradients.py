@@ -37,6 +37,7 @@ from drivetrain.facade.uneven import UnevenInputs
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.log import get_logger
 from drivetrain.memory import is_out_of_memory, tries_again
+from drivetrain.model.guard import STANDS_FOR
 from drivetrain.parallel.backward import clip_
 from drivetrain.runtime import rng
 from drivetrain.runtime.gradient_state import BatchPiece
@@ -59,7 +60,7 @@ class Before:
             buffer: buffer.clone()
             for _, kept in self._buffers
             for buffer in kept.values()
-            if buffer is not None
+            if buffer is not None and not hasattr(buffer, STANDS_FOR)
         }
         self._parameters = [parameter for entry in models for parameter in entry.parameters]
         self._gradients = self._present()
@@ -503,7 +504,7 @@ class WindowGradients:
         synced = window.sync_gradients
         factor = self._mean.finish() if synced else None
         for entry in state.models:
-            entry.check_converted()
+            entry.check_before_backward(ends=synced)
             entry.strategy.gradients.will_scale(1.0 if factor is None else factor)
         state.observer.before_backward()  # times the backward, not the wait for weights above
         if synced and not window.uneven:
@@ -598,8 +599,9 @@ class WindowGradients:
             self.state.run.traffic.begin_step(optimizer.param_groups)
         entries = self.state.trained_by(optimizer)
         for entry in entries:
-            entry.check_parameters()
-            entry.used = True
+            if not entry.checked:
+                entry.check_parameters()
+            entry.used, entry.checked = True, False
             self._see_gradients(entry)
         taken = self._agree_to_step(optimizer, entries)
         for entry in entries:

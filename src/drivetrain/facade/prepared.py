@@ -96,6 +96,7 @@ class PreparedModel:
         applied: whether something was done to all its tensors since, such as a conversion.
         compared: whether the ranks' values were compared before their first gradients.
         accumulated: whether a window kept gradients local, and no step or window has come since.
+        checked: whether the last backward has looked for parameters that came later.
         parameters: those of the module, tied ones once.
         known: their identities.
         hooks: those that the script has put on parameters.
@@ -117,6 +118,7 @@ class PreparedModel:
     applied: bool = False
     compared: bool = False
     accumulated: bool = False
+    checked: bool = False
     parameters: tuple[nn.Parameter, ...] = field(init=False)
     known: frozenset[int] = field(init=False)
     hooks: UserHooks = field(init=False)
@@ -155,9 +157,20 @@ class PreparedModel:
         """Whether gradients are averaged now, after a backward that may end a window."""
         return ends and not self.strategy.pace.waits
 
+    def check_before_backward(self, *, ends: bool) -> None:
+        """Refuse what has become of the parameters, whoever steps with the gradients to come.
+
+        Args:
+            ends: whether the backward ends a window.
+        """
+        self.check_converted()
+        if ends:
+            self.check_parameters()
+
     def check_parameters(self) -> None:
         """Refuse parameters that came after ``prepare``: nobody would average their gradients."""
-        # Every step comes here: by identity, since the known ones may be slow to ask anything.
+        self.checked = True
+        # Every backward comes here: by identity, since the known ones may be slow to ask anything.
         modules, known, seen = [self.model], self.known, set()
         while modules:
             module = modules.pop()

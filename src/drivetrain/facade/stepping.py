@@ -192,6 +192,18 @@ class PreparedOptimizer(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    def __getattr__(self, name: str) -> Any:
+        given = self.__dict__.get("given")  # a copy under way has none yet
+        kind = type(given).__name__
+        if name.startswith("_") or not hasattr(given, name):
+            raise AttributeError(f"a prepared {kind} has no attribute {name!r}")
+        raise AttributeError(
+            f"expected a name that all optimizers of torch have, found {name!r} of {kind}: a "
+            "method of its own would step beside the run, and with parts of parameters where ranks "
+            "divide them; write it in the loop with p, p.grad and optimizer.step(), and read facts "
+            f"as optimizer.optimizer.{name}"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         if self._whole is not None:
             raise UsageError(

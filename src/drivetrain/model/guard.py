@@ -47,7 +47,9 @@ _OPERATORS = """
     __setitem__ __iadd__ __isub__ __imul__ __imatmul__ __itruediv__ __ifloordiv__ __imod__ __ipow__
     __iand__ __ior__ __ixor__ __ilshift__ __irshift__
 """
-_WRITING_OPERATORS = frozenset(_OPERATORS.split())
+_COLLECTIVES = "all_reduce all_reduce_coalesced broadcast reduce recv irecv"
+_WRITING = frozenset(f"{_OPERATORS} {_COLLECTIVES}".split())
+"""Names of operators, and of torch's collectives, that write into their first argument."""
 
 
 def _named(names: str) -> frozenset[Function]:
@@ -115,7 +117,7 @@ def targets(name: str, args: Arguments, kwargs: Keywords) -> Sequence[Any]:
 
 
 def _writes(name: str) -> bool:
-    return (name.endswith("_") and not name.startswith("__")) or name in _WRITING_OPERATORS
+    return (name.endswith("_") and not name.startswith("__")) or name in _WRITING
 
 
 def refuse_transforms() -> None:
@@ -217,7 +219,7 @@ class Unlisted:
 
 
 STANDS_FOR = "_stands_for"
-"""The attribute of what stands in a parameter's place: which parameter that is."""
+"""The attribute of what stands in a tensor's place: which parameter that is; None for a buffer."""
 
 
 class StandIn(GuardedParameter, Elsewhere):

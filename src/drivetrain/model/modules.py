@@ -31,7 +31,14 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
-from drivetrain.model.guard import Arguments, Elsewhere, Function, Keywords, is_guarded
+from drivetrain.model.guard import (
+    STANDS_FOR,
+    Arguments,
+    Elsewhere,
+    Function,
+    Keywords,
+    is_guarded,
+)
 from drivetrain.nested import convert_to_fp32
 
 # --- the names of the training state outside of a run, as in the user's own model ---
@@ -62,6 +69,12 @@ def held_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     yield from named_parameters(model).values()
 
 
+def held_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the distinct buffers but those that other ranks hold."""
+    named = model.named_buffers()
+    return {clean_name(name): b for name, b in named if not hasattr(b, STANDS_FOR)}
+
+
 def all_names(model: nn.Module) -> dict[str, list[str]]:
     """Return all names of each distinct parameter and buffer, by the first name."""
     first: dict[int, str] = {}
@@ -74,15 +87,13 @@ def all_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the distinct buffers that a state dict would hold."""
+    """Return the distinct buffers that a state dict would hold, but those of other ranks."""
     fleeting = {
-        f"{prefix}.{name}" if prefix else name
+        clean_name(f"{prefix}.{name}" if prefix else name)
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
-    return {
-        clean_name(name): buffer for name, buffer in model.named_buffers() if name not in fleeting
-    }
+    return {name: each for name, each in held_buffers(model).items() if name not in fleeting}
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

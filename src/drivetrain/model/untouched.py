@@ -116,7 +116,11 @@ def _held(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, A
     """Yield the buffers and numbers of modules, each with the dict that holds it and its name."""
     for module in modules:
         buffers, own = module._buffers, vars(module)
-        yield from ((buffers, name, buffer) for name, buffer in buffers.items())
+        yield from (
+            (buffers, name, buffer)
+            for name, buffer in buffers.items()
+            if not isinstance(buffer, ValuelessTensor)  # another stage has it
+        )
         numbers = [(name, value) for name, value in own.items() if type(value) in (int, float)]
         yield from ((own, name, value) for name, value in numbers)
 

@@ -297,10 +297,10 @@ class AbsentGuard:
             shown = parameter.detach()
         absent = UsageError(
             f"expected values, found those of {_name(self._unit, parameter)} divided over the "
-            "ranks between steps: torch.save() on one rank cannot write them, since state_dict() "
-            "and .data have shapes and dtypes alone; call accelerator.save_model(model, "
-            "directory) or accelerator.get_state_dict(model) on every rank, or use the values "
-            "inside 'with accelerator.gathered(model):' on every rank"
+            "ranks between steps: state_dict(), .data and .detach() have shapes and dtypes alone, "
+            "and torch.save() of them on one rank has none. On every rank read the parameter, "
+            "as p.clone() or p.norm(), call accelerator.get_state_dict(model) or "
+            "save_model(model, directory), or write inside 'with accelerator.gathered(model):'"
         )
         guard(shown, RefusingGuard(lambda *_: absent))
         return shown

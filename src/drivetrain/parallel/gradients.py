@@ -773,6 +773,12 @@ class DividedGradient(Tensor):
         piece.copy_(torch.where(place.cut(wanted).to(piece.device), cut, piece))
         self._changed()
 
+    def _take(self, whole: Tensor) -> None:
+        """Take this rank's part of other values."""
+        piece = self.piece()
+        piece.copy_(self.place.cut(whole))
+        self._changed()
+
     def _changed(self) -> None:
         if self._computed is None:
             self.place.changed()
@@ -873,10 +879,11 @@ def _by_wholes(func: Any, args: Arguments, kwargs: Keywords) -> Any:
             "piece; use p.grad.copy_(result)"
         )
     result = func(*given, **tree_map(whole, dict(kwargs)))
+    if func.namespace == "c10d":
+        (result if isinstance(result, torch.ScriptObject) else result[-1]).wait()
+    for was, now in _written(func, args, given):
+        was._take(now)
     if func._schema.is_mutable and isinstance(first, DividedGradient):
-        piece = first.piece()
-        piece.copy_(first.place.cut(given[0]))
-        first._changed()
         return first
     if any(each.alias_info is not None for each in func._schema.returns):
         name = next(a.place.name for a in tree_leaves(args) if isinstance(a, DividedGradient))
@@ -887,6 +894,20 @@ def _by_wholes(func: Any, args: Arguments, kwargs: Keywords) -> Any:
         )
         return tree_map(lambda leaf: read_only(leaf.clone(), refused), result)
     return result
+
+
+def _written(
+    func: Any, args: Arguments, given: Arguments
+) -> Iterator[tuple[DividedGradient, Tensor]]:
+    """Yield the gradients that a function writes into, and what it wrote.
+
+    torch's collectives write into their first argument, which they do not say.
+    """
+    for place, argument in enumerate(func._schema.arguments[: len(args)]):
+        alias = argument.alias_info
+        if not place if func.namespace == "c10d" else alias is not None and alias.is_write:
+            pairs = zip(tree_leaves(args[place]), tree_leaves(given[place]), strict=True)
+            yield from ((was, now) for was, now in pairs if isinstance(was, DividedGradient))
 
 
 def _norm(

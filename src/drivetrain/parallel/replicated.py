@@ -44,7 +44,12 @@ from drivetrain.compression.communicator import connect_linked
 from drivetrain.config.outline import ReplicasOutline
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
-from drivetrain.model.modules import UninheritedHook, held_parameters, named_parameters
+from drivetrain.model.modules import (
+    UninheritedHook,
+    held_buffers,
+    held_parameters,
+    named_parameters,
+)
 from drivetrain.parallel.backward import (
     Rounds,
     check_alike,
@@ -374,7 +379,7 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
         """Average, and let buffers follow rank 0's."""
         self.average()
         label = "buffers after backward"
-        replicate(self.model.buffers(), self.ranks, label, source=self._leader)
+        replicate(held_buffers(self.model).values(), self.ranks, label, source=self._leader)
 
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:

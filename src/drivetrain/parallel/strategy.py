@@ -44,7 +44,7 @@ from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import CheckpointError, CollectiveError, StorageError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.fp8 import GATHERED, weights_in_fp8
-from drivetrain.model.modules import named_parameters, persistent_buffers
+from drivetrain.model.modules import held_buffers, named_parameters, persistent_buffers
 from drivetrain.parallel.backward import Rounds
 from drivetrain.parallel.estimate import (
     DISK,
@@ -627,8 +627,8 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         """
         self.reduce.finish()
         self.gather.reshard_all()
-        if self.config.buffers == "broadcast" and (buffers := list(self.model.buffers())):
-            replicate(buffers, self.ranks.everyone, "buffers after backward")
+        if self.config.buffers == "broadcast" and (buffers := held_buffers(self.model)):
+            replicate(buffers.values(), self.ranks.everyone, "buffers after backward")
 
     def before_step(self, bound: BoundOptimizer) -> None:
         """Submit the step of state that a store keeps; the optimizer itself steps the rest."""

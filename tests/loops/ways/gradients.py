@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
@@ -251,6 +252,31 @@ def noise_drawn_from_one_seed(loop: Loop, step: int, model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
         parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+
+
+def unscaled_by_torch(loop: Loop) -> None:
+    """With torch's scale of losses; a gradient of the second step is infinite."""
+    model, optimizer = loop.ready(lambda m: AdamW(m.parameters(), lr=0.02))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        loop.backward(scaler.scale(loop.loss(model, loop.batch(step))))
+        if step == 1:
+            model.last.bias.grad[-1] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    loop.note("scale", scaler.get_scale())
+    loop.weights(model)
+
+
+@between
+def averaged_once_more_by_torch(loop: Loop, step: int, model: nn.Module) -> None:
+    """As loops of before DistributedDataParallel do."""
+    gradients = [parameter.grad.data for parameter in model.parameters()]
+    loop.note(f"largest {step}", max(gradient.abs().max() for gradient in gradients))
+    for gradient in () if loop.alone else gradients:
+        dist.all_reduce(gradient)
+        gradient.div_(dist.get_world_size())
 
 
 # --- measuring ---

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import SGD
@@ -148,6 +149,15 @@ def averages_swapped_in_by_data(loop: Loop, step: int, model: nn.Module) -> None
         loop.note(f"lent {step}", model(loop.batch(step))[0])
     for parameter, values in zip(model.parameters(), kept, strict=True):
         parameter.data = values
+
+
+@after
+def weights_averaged_by_torch(loop: Loop, step: int, model: nn.Module) -> None:
+    """As loops do that average weights in place of gradients."""
+    loop.note(f"largest {step}", max(parameter.abs().max() for parameter in model.parameters()))
+    for parameter in () if loop.alone else model.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= dist.get_world_size()
 
 
 # --- copies ---

@@ -1,5 +1,6 @@
 """Models: what a call returns, what it leaves in buffers, and what stands under a model's names."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -182,6 +183,26 @@ def parameters_are_listed(loop: Loop) -> None:
     loop.note("elements", float(sum(p.numel() for p in model.parameters())))
     for name, parameter in model.named_parameters():
         loop.note(name, torch.tensor(parameter.shape))
+
+
+def buffers_are_listed(loop: Loop) -> None:
+    model, _ = _ready(loop, _made(_Around, _normed))
+    for name, buffer in model.named_buffers():
+        loop.note(name, torch.tensor(buffer.shape))
+
+
+def buffers_are_averaged(loop: Loop) -> None:
+    """As an average of a model follows its buffers."""
+    model = _made(_Returning, _normed)
+    averages = copy.deepcopy(model)
+    model, optimizer = _ready(loop, model)
+    t = torch.arange(8 * LENGTH).view(8, LENGTH)
+    for step in range(2):
+        loop.step(optimizer, model(t % (step + 7), t % WORDS)["loss"])
+        for average, buffer in zip(averages.buffers(), model.buffers(), strict=True):
+            average.copy_(buffer)
+    for name, average in averages.named_buffers():
+        loop.note(name, average)
 
 
 def state_dict_of_the_model(loop: Loop) -> None:

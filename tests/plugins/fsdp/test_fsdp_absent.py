@@ -134,6 +134,7 @@ WRITES = {
     "numpy": lambda p: p.detach().numpy(),
     "pickle": pickle.dumps,  # it would drag all of the unit along
     "foreach": lambda p: torch._foreach_mul_([p], 2.0),
+    "collective": torch.distributed.all_reduce,
 }
 
 

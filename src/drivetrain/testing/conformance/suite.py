@@ -26,7 +26,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from drivetrain import Accelerator
 from drivetrain.cost import DISK, Cost, ModelSpec
 from drivetrain.errors import CollectiveError, RankMismatchError
-from drivetrain.model.modules import held_parameters
+from drivetrain.model.modules import held_buffers, held_parameters
 from drivetrain.shards import Shard
 from drivetrain.testing.models import CASES, Case
 
@@ -385,7 +385,7 @@ class AccountChecks(Suite):
                     [*strategy.gradients(), *(p.grad for p in held_parameters(inner))]
                 ),
                 "optimizer": _bytes(states),
-                "buffers": _bytes(inner.buffers()),
+                "buffers": _bytes(held_buffers(inner).values()),
             }
             promised["optimizer"] = promised.get("optimizer", 0) + promised.get(ON_DISK, 0)
             for kind, count in found.items():
