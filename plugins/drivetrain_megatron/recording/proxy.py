@@ -547,9 +547,9 @@ class StandIns:
     def put(self) -> None:
         """List them as parameters of their modules again, and proxies of other stages' buffers."""
         for module, names in self._buffers:
-            now = dict(module._buffers)
+            here = frozenset(module._buffers)
             for name in names:
-                if name not in now:
+                if name not in here:
                     setattr(module.__dict__[name], STANDS_FOR, None)
                 module._buffers[name] = module._buffers.pop(name, module.__dict__.get(name))
         for module, before in self._before:

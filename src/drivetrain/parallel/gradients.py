@@ -880,7 +880,8 @@ def _by_wholes(func: Any, args: Arguments, kwargs: Keywords) -> Any:
         )
     result = func(*given, **tree_map(whole, dict(kwargs)))
     if func.namespace == "c10d":
-        (result if isinstance(result, torch.ScriptObject) else result[-1]).wait()
+        work: Any = result if isinstance(result, torch.ScriptObject) else result[-1]
+        work.wait()
     for was, now in _written(func, args, given):
         was._take(now)
     if func._schema.is_mutable and isinstance(first, DividedGradient):
