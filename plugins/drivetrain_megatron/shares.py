@@ -13,6 +13,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
@@ -174,45 +175,34 @@ _GRADIENT: Any = Tensor.grad
 _DATA: Any = Tensor.data
 
 
+@dataclass(eq=False, repr=False)
 class Share:
     """A rank's share of one parameter, of the model or of a copy; the place of its gradient, too.
 
-    Args:
+    Attributes:
         name: of the parameter.
         parameter: has the share.
         partition: what each rank has.
         shape: of the whole.
         model: the shares of the model.
         copied: whether the parameter is a copy's, and so changes by itself.
-
-    Attributes:
-        name: as given.
-        parameter: as given.
-        partition: as given.
-        model: as given.
         beneath: the class of the parameter as the strategy inside of the cell knows it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        partition: Partition,
-        shape: tuple[int, ...],
-        model: "Shares",
-        *,
-        copied: bool = False,
-    ) -> None:
-        self.parameter = parameter
-        self.beneath: type = type(parameter)
-        self.name = name
-        self.partition = partition
-        self._shape = shape
-        self.model = model
-        self._copied = copied
+    name: str
+    parameter: nn.Parameter
+    partition: Partition
+    shape: tuple[int, ...]
+    model: "Shares"
+    copied: bool = False
+    beneath: type = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Let the parameter know its share."""
+        self.beneath = type(self.parameter)
         self._shown: Callable[[], WholeCopy | None] = lambda: None
         self._gradient: Callable[[], DividedGradient | None] = lambda: None
-        setattr(parameter, SHARE, self)
+        setattr(self.parameter, SHARE, self)
 
     def cover(self, kind: type) -> None:
         """Let the parameter stand for the whole, or show its gradient whole."""
@@ -230,7 +220,7 @@ class Share:
 
     def outline(self) -> Tensor:
         """Return a tensor with the facts of the whole, without values."""
-        return torch.empty(self._shape, dtype=self.parameter.dtype, device="meta")
+        return torch.empty(self.shape, dtype=self.parameter.dtype, device="meta")
 
     def tracked(self) -> Tensor:
         """Return the whole values, whose gradients reach the shares. Collective."""
@@ -271,7 +261,7 @@ class Share:
             return None
         known = self._gradient()
         if known is None or cast(ShareGradient, known.place).held is not held:
-            like = self.parameter.new_empty(self._shape)  # for its facts: no memory is touched
+            like = self.parameter.new_empty(self.shape)  # for its facts: no memory is touched
             known = DividedGradient(like, ShareGradient(self, held))
             self._gradient = weakref.ref(known)
         return known
@@ -332,9 +322,9 @@ class Share:
         )
 
     def _check_whole(self, given: Tensor) -> None:
-        if tuple(given.shape) != self._shape:
+        if tuple(given.shape) != self.shape:
             raise UsageError(
-                f"expected a tensor of shape {self._shape} for {self.name!r}, found "
+                f"expected a tensor of shape {self.shape} for {self.name!r}, found "
                 f"{tuple(given.shape)}; give a whole one: each rank takes its part of it"
             )
 
@@ -393,7 +383,7 @@ class Share:
         """Return a copy that stands for the whole, too."""
         with self._bare():
             new: nn.Parameter = copy.deepcopy(self.parameter, memo)
-        Share(self.name, new, self.partition, self._shape, self.model, copied=True).cover(
+        Share(self.name, new, self.partition, self.shape, self.model, copied=True).cover(
             ShareParameter
         )
         return new
@@ -423,7 +413,7 @@ class Share:
     def moment(self) -> tuple[int, int]:
         """Tell one state of the values from another."""
         with bare([self.parameter]):
-            return self.parameter._version, 0 if self._copied else self.model.steps
+            return self.parameter._version, 0 if self.copied else self.model.steps
 
 
 def _ordinary(piece: Tensor) -> Tensor:

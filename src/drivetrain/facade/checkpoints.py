@@ -536,12 +536,12 @@ class RunCheckpoints:
             )
         old = (directory.parent, self.state.project.total_limit) if automatic else (directory, None)
         if wait:
-            self._finish(save, contents, *old)
+            self._finish(save, contents, old)
         else:
             with self.background.buffers.copying() as copy:
                 staged = save.stage(contents, copy)
             logger.info(f"{doing} in the background from {staged.shard_bytes} bytes of host memory")
-            self.background.start(partial(self._finish, save, staged, *old))
+            self.background.start(partial(self._finish, save, staged, old))
         if automatic:
             self.state.project.iteration += 1
         self._folder.add(directory)
@@ -710,15 +710,11 @@ class RunCheckpoints:
         return {i: left[i] for i, entry in enumerate(entries) if left[i] or entry.optimizers}
 
     def _finish(
-        self,
-        save: Save,
-        contents: Contents,
-        root: Path,
-        limit: int | None,
-        group: Group = None,
+        self, save: Save, contents: Contents, old: tuple[Path, int | None], group: Group = None
     ) -> None:
-        """Complete a save, and then remove the oldest checkpoints beyond the limit."""
+        """Complete a save, and then remove the oldest checkpoints of a folder beyond a limit."""
         save.finish(contents, group)
+        root, limit = old
 
         def conclude() -> None:
             self.state.resumption.saved(contents.state)

@@ -53,7 +53,7 @@ from drivetrain.parallel.backward import after_backward, in_backward, on_gradien
 from drivetrain.parallel.gradients import UnitGradients
 from drivetrain.parallel.layout import ROOT, ParameterSlot
 from drivetrain.parallel.optimizer_backend import BoundOptimizer
-from drivetrain.parallel.options import Until
+from drivetrain.parallel.options import UnitsOptions
 from drivetrain.parallel.reduce import Reduce
 from drivetrain.parallel.replicated import ForwardHook
 from drivetrain.parallel.unit import FlatParameter, NearPart, Unit
@@ -399,13 +399,11 @@ class Gather:
 
     Args:
         units: its sharded units.
-        ahead: how many units are gathered ahead.
-        until: when a unit is freed that a training forward has gathered: after that ``forward``,
-            in ``backward``, or only when the optimizer steps (``step``).
+        config: says how many units are gathered ahead; when a unit is freed that a training forward
+            has gathered; and how many units may be whole or on their way at once, the rest of the
+            model not counted: nothing is gathered ahead beyond that.
         neighbors: when they are freed after forward, the ranks that hold them together until
             backward; None leaves each rank its range, as between steps.
-        max_live: how many units may be whole or on their way at once, the rest of the model not
-            counted: nothing is gathered ahead beyond that. None: as many as are asked for.
         keep_changes: lets the shards of a whole unit follow its values.
         in_bytes: names of the weights that are gathered in fp8.
 
@@ -416,13 +414,10 @@ class Gather:
     def __init__(
         self,
         units: Sequence[Unit],
-        *,
-        ahead: int,
-        until: Until = "forward",
-        neighbors: Communicator | None = None,
-        max_live: int | None = None,
+        config: UnitsOptions,
+        neighbors: Communicator | None,
         keep_changes: Callable[[Unit], None],
-        in_bytes: Collection[str] = (),
+        in_bytes: Collection[str],
     ) -> None:
         self.units = units
         self._forward = 0
@@ -431,10 +426,8 @@ class Gather:
         self._freed = [unit for unit in units if unit.frees]
         self._by_storage = {storage: unit for unit in self._freed for storage in unit.storages}
         self._counted = [unit for unit in units if unit.layout.key != ROOT]
-        self._ahead = ahead
-        self._until = until
+        self._ahead, self._until, self._max_live = config.ahead, config.until, config.max_live
         self._neighbors = neighbors
-        self._max_live = max_live
         self._viewed: set[Unit] = set()
         self._heap = Heap()
         self._keeping = False

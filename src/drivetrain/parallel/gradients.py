@@ -61,6 +61,25 @@ class GradientKind(NamedTuple):
     wire: torch.dtype
 
 
+class Reduction(NamedTuple):
+    """How the gradients of one model are reduced.
+
+    Attributes:
+        ranks: those that train the model.
+        precision: the dtypes in which gradients cross ranks, and in which they are added up.
+        adam: turns gradients for replicas into momenta; None: gradients cross.
+        scale: of every gradient: sums over ranks become means; None: there is no other rank, and no
+            store.
+        stays: whether buffers are kept for good; otherwise they are lent.
+    """
+
+    ranks: Ranks
+    precision: Precision
+    adam: FrozenAdam | None
+    scale: float | None
+    stays: bool
+
+
 # --- the gradients ---
 
 
@@ -69,11 +88,7 @@ class FlatGradients:
 
     Args:
         flat: the flat tensor.
-        rank: this rank among those that share the unit.
-        precision: the dtypes in which gradients cross ranks, and in which they are added up.
-        scale: of every gradient: sums over ranks become means; None: there is no other rank, and no
-            store.
-        stays: whether a buffer is kept for good; otherwise it is lent.
+        how: they are reduced.
 
     Attributes:
         alone: whether gradients become those of fragments as they came, without a buffer.
@@ -83,35 +98,27 @@ class FlatGradients:
         filled: the parameters whose places in the buffer hold a gradient.
     """
 
-    def __init__(
-        self,
-        flat: FlatParameter,
-        rank: int,
-        precision: Precision,
-        *,
-        scale: float | None,
-        stays: bool,
-    ) -> None:
-        self.flat = flat
-        self._scale = 1.0 if scale is None else scale
+    def __init__(self, flat: FlatParameter, how: Reduction) -> None:
+        self.flat, rank = flat, how.ranks.sharing.rank
+        self._scale = 1.0 if how.scale is None else how.scale
         # A product with a number makes a tensor of it each time, which takes longer than to
         # multiply a small gradient. Of fp32 at least: 1/3 has more digits than bf16.
         wide = flat.layout.dtype.itemsize > torch.float32.itemsize
         digits = torch.float64 if wide else torch.float32
         self._factor = torch.tensor(self._scale, dtype=digits, device="cpu")  # no device is awaited
-        self.wire = precision.reduce_dtype(flat.layout.dtype)
+        self.wire = how.precision.reduce_dtype(flat.layout.dtype)
         self.kind = GradientKind(flat.layout, self.wire)
         self.nbytes = flat.layout.numel * self.wire.itemsize
         self.buffer: Tensor | None = None
         self.filled: set[ParameterSlot] = set()
         self.handed_out = False
-        self._total = precision.accumulate_dtype(flat.layout.dtype)
-        self.alone = scale is None and flat.layout.master is self._total
+        self._total = how.precision.accumulate_dtype(flat.layout.dtype)
+        self.alone = how.scale is None and flat.layout.master is self._total
         self._came: dict[ParameterSlot, Tensor] = {}
         self._owned = [slot for slot in flat.slots if slot.owned_numel]
         self._pieces = [slice(start, stop) for start, stop in flat.pieces[rank]]
         self._lengths = [stop - start for start, stop in flat.pieces[rank]]
-        self._stays = stays
+        self._stays = how.stays
         self._kept: Tensor | None = None
         self._replica_sum: Tensor | None = None
 
@@ -352,11 +359,7 @@ class UnitGradients:
 
     Args:
         unit: the unit.
-        precision: the dtypes of gradients.
-        ranks: those that train the model.
-        adam: turns gradients for replicas into momenta; None: gradients cross.
-        scale: of every gradient: sums over ranks become means; None: see ``FlatGradients``.
-        stays: whether buffers are kept for good; otherwise they are lent.
+        how: they are reduced.
 
     Attributes:
         flats: the gradients of each of its flat tensors.
@@ -370,16 +373,7 @@ class UnitGradients:
         reduction: the reduce-scatter under way.
     """
 
-    def __init__(
-        self,
-        unit: Unit,
-        precision: Precision,
-        ranks: Ranks,
-        adam: FrozenAdam | None,
-        *,
-        scale: float | None,
-        stays: bool,
-    ) -> None:
+    def __init__(self, unit: Unit, how: Reduction) -> None:
         self.unit = unit
         self.trained: list[ParameterSlot] = []
         self.awaited = self.trained
@@ -388,14 +382,9 @@ class UnitGradients:
         self.present: set[ParameterSlot] = set()
         self.opened = False
         self.reduction: Handle | None = None
-        self._stays = stays
-        self._reducing = ranks.reducing
-        self._replicas = ranks.replicas
-        self._adam = adam
-        rank = ranks.sharing.rank
-        self.flats = [
-            FlatGradients(flat, rank, precision, scale=scale, stays=stays) for flat in unit.flats
-        ]
+        self._stays, self._adam = how.stays, how.adam
+        self._reducing, self._replicas = how.ranks.reducing, how.ranks.replicas
+        self.flats = [FlatGradients(flat, how) for flat in unit.flats]
         self.of = {slot: flat for flat in self.flats for slot in flat.flat.slots}
         self._active: list[FlatGradients] = []
         self._kinds: list[GradientKind] = []

@@ -24,7 +24,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
 from weakref import ref
 
 import torch
@@ -43,7 +42,12 @@ from drivetrain.parallel.backward import (
     norms_of_each,
     sum_of_words,
 )
-from drivetrain.parallel.gradients import DividedGradient, FlatGradients, UnitGradients
+from drivetrain.parallel.gradients import (
+    DividedGradient,
+    FlatGradients,
+    Reduction,
+    UnitGradients,
+)
 from drivetrain.parallel.layout import ParameterSlot
 from drivetrain.parallel.placement import Placement, Ranks
 from drivetrain.parallel.unit import Unit
@@ -157,14 +161,7 @@ class Reduce(Gradients):
         stays, size = not buffers.in_flight, ranks.everyone.size
         alone = size == 1 and ranks.replicas is None and not backend.active
         self._adam = adam
-        self._watch = partial(
-            UnitGradients,
-            precision=run.precision,
-            ranks=ranks,
-            adam=adam,
-            scale=None if alone else 1.0 / size,
-            stays=stays,
-        )
+        self._how = Reduction(ranks, run.precision, adam, None if alone else 1.0 / size, stays)
         self._device = run.world.device
         self.shown = ShownGradients(ranks, self, self._device)
         self._active: list[UnitGradients] = []
@@ -175,9 +172,9 @@ class Reduce(Gradients):
 
     def watch(self, units: Sequence[Unit]) -> None:
         """Reduce the gradients of more units, after those of the others."""
-        for unit in map(self._watch, units):
-            self.units.append(unit)
-            self.shown.watch(unit)
+        for unit in units:
+            self.units.append(UnitGradients(unit, self._how))
+            self.shown.watch(self.units[-1])
 
     def open_channels(self) -> None:
         """Make the channels of all units: a checkpoint is about to be loaded into them."""

@@ -519,15 +519,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
             logger.announce(
                 f"precision: fp8: {len(in_bytes)} weights are gathered in fp8{why and f': {why}'}"
             )
-        gather = Gather(
-            divided,
-            ahead=config.ahead,
-            until=config.until,
-            neighbors=self.neighbors,
-            max_live=config.max_live,
-            keep_changes=self.keep_changes,
-            in_bytes=in_bytes,
-        )
+        gather = Gather(divided, config, self.neighbors, self.keep_changes, in_bytes)
         self.gather = self._made.enter_context(closing(gather))
         self.hooks = self._made.enter_context(closing(StepHooks(model, gather, self)))
         self.hooks.watch_gradients(self.reduce)
