@@ -242,7 +242,7 @@ class ModelTrace:
             TensorRef,
             lambda ref: fill(self.tensors[ref.number]),
             (call.args, dict(call.kwargs)),
-            is_leaf=lambda value: isinstance(value, TensorRef),
+            is_leaf=_is_reference,
         )
         return args, kwargs
 
@@ -256,11 +256,6 @@ def named_leaves(args: Arguments, kwargs: Keywords) -> list[tuple[str, Any]]:
 def _readable(path: str) -> str:
     first, _, rest = path.partition("]")
     return first.strip("['") + rest
-
-
-def to_device(tree: Any, device: torch.device) -> Any:
-    """Return inputs with their tensors on a device."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
 
 
 # --- the one run that writes it down ---
@@ -368,7 +363,7 @@ def trace_model(  # noqa: PLR0913 - keyword-only, each for one caller
             try:
                 found = repeated_blocks(model) if blocks is None else blocks
                 tracer = _Tracer(found, substitutes, kind, isolated, valued, until)
-                return _traced(model, args, kwargs, substitutes.device, tracer)
+                return tracer.run(model, args, kwargs)
             except _NeedsValues:
                 continue  # from the start: hooks have collected tensors of the failed call
             except WriteRefusedError as error:
@@ -376,26 +371,6 @@ def trace_model(  # noqa: PLR0913 - keyword-only, each for one caller
                 if isolated or not written:
                     raise
                 overwritten |= written  # as of spectral normalisation: they follow from parameters
-
-
-def _traced(
-    model: nn.Module,
-    args: Arguments,
-    kwargs: Keywords,
-    device: torch.device,
-    tracer: "_Tracer",
-) -> ModelTrace:
-    given, named = to_device((tuple(args), dict(kwargs)), device)
-    forward, output = model.forward, None
-    with (
-        suppress(_Enough),
-        tracer.watching(model),
-        BlockHooks(tracer.candidates).conducted(tracer),
-        tracer,
-        torch.enable_grad(),
-    ):
-        output = forward(*given, **named)
-    return tracer.trace(output)
 
 
 class _Running(NamedTuple):
@@ -446,6 +421,33 @@ class _Tracer(TorchFunctionMode):
             name: self._seen.number(p) for name, p in substitutes.parameters.items()
         }
         self._buffers = {name: self._seen.number(b) for name, b in substitutes.buffers.items()}
+
+    def run(self, model: nn.Module, args: Arguments, kwargs: Keywords) -> ModelTrace:
+        """Run a model's forward and return the record of it."""
+        device = self._substitutes.device
+        given, named = tree_map_only(
+            Tensor, lambda tensor: tensor.to(device), (tuple(args), dict(kwargs))
+        )
+        forward, output = model.forward, None
+        with (
+            suppress(_Enough),
+            self._watching(model),
+            BlockHooks(self.candidates).conducted(self),
+            self,
+            torch.enable_grad(),
+        ):
+            output = forward(*given, **named)
+        return ModelTrace(
+            self._seen.tensors,
+            self._parameters,
+            self._substitutes.aliases,
+            self._buffers,
+            self._operations,
+            self._modules,
+            tuple(name for name, _ in self.candidates),
+            [block for block in self._blocks if block is not None],
+            [(name, self._seen.number_of(leaf)) for name, leaf in named_leaves((output,), {})],
+        )
 
     def __torch_function__(
         self, func: Any, types: Any, args: Arguments = (), kwargs: Any = None
@@ -523,7 +525,7 @@ class _Tracer(TorchFunctionMode):
         return sum(sizes), wrote
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
+    def _watching(self, model: nn.Module) -> Iterator[None]:
         """Context in which the calls of modules inside of a model are seen."""
         handles = []
         for name, module in model.named_modules():
@@ -657,20 +659,6 @@ class _Tracer(TorchFunctionMode):
         other = self._kind.of(leaf)  # the values were only for the block
         self._seen.equate(other, number)
         return other
-
-    def trace(self, output: Any) -> ModelTrace:
-        """Return the record, of a forward with this output."""
-        return ModelTrace(
-            self._seen.tensors,
-            self._parameters,
-            self._substitutes.aliases,
-            self._buffers,
-            self._operations,
-            self._modules,
-            tuple(name for name, _ in self.candidates),
-            [block for block in self._blocks if block is not None],
-            [(name, self._seen.number_of(leaf)) for name, leaf in named_leaves((output,), {})],
-        )
 
 
 def _kind_of(block: nn.Module) -> Hashable:
