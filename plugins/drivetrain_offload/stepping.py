@@ -552,11 +552,6 @@ class PipelinedStep:
     then: Then
     future: "Future[None]" = field(default_factory=Future)
 
-    def fail(self, error: BaseException) -> None:
-        """End the step with an error; the first error counts."""
-        with contextlib.suppress(InvalidStateError):
-            self.future.set_exception(error)
-
 
 class NvmeStepper(Stepper):
     """Keeps states, and masters if asked, in the file of a store.
@@ -697,7 +692,8 @@ class NvmeStepper(Stepper):
 
     def _fail(self, step: PipelinedStep, error: BaseException) -> None:
         self._error = self._error or error
-        step.fail(error)
+        with contextlib.suppress(InvalidStateError):  # the first error counts
+            step.future.set_exception(error)
 
 
 def await_end(transfers: Iterable[Pending]) -> None:

@@ -575,41 +575,17 @@ class Piece(NamedTuple):
         )
 
 
-def tiles(numel: int, length: int) -> Iterator[slice]:
-    """Cut a shard of ``numel`` elements into ranges of ``length``, to be updated in any order.
-
-    Raises:
-        UsageError: the length is no positive multiple of ``ALIGNMENT``: kernels would round
-            otherwise.
-    """
-    if length <= 0 or length % ALIGNMENT:
-        raise UsageError(
-            f"expected a tile length that is a positive multiple of {ALIGNMENT}, found {length}"
-        )
-    return (slice(i, min(i + length, numel)) for i in range(0, numel, length))
-
-
 class Tiler:
     """Updates pieces in tiles, on its own threads; usable from any thread, one call at a time.
 
     Args:
         threads: how many; None means as many as torch uses in the calling thread. Each keeps
             scratch memory of ``tile_bytes``.
-        tile_bytes: see ``TILE_BYTES``.
-
-    Raises:
-        UsageError: no thread, or tiles too small for ``ALIGNMENT`` elements.
+        tile_bytes: see ``TILE_BYTES``; at least ``ALIGNMENT`` elements.
     """
 
     def __init__(self, threads: int | None = None, tile_bytes: int = TILE_BYTES) -> None:
-        threads = torch.get_num_threads() if threads is None else threads
-        if threads < 1:
-            raise UsageError(f"expected at least 1 thread for the CPU optimizer, found {threads}")
-        if tile_bytes < ALIGNMENT * 8:
-            raise UsageError(
-                f"expected tiles of at least {ALIGNMENT * 8} bytes, found {tile_bytes}"
-            )
-        self.threads = threads
+        self.threads = threads = threads or torch.get_num_threads()
         self._tile_bytes = tile_bytes
         self._scratch = [torch.empty(tile_bytes, dtype=torch.uint8) for _ in range(threads)]
         self._one_call = threading.Lock()
@@ -660,7 +636,7 @@ class Tiler:
         length = self._length(numel, piece.master.itemsize)
         if numel <= length:
             return iter([(step, piece)] if numel else [])
-        return ((step, piece.at(where)) for where in tiles(numel, length))
+        return ((step, piece.at(slice(i, i + length))) for i in range(0, numel, length))
 
     def _length(self, numel: int, itemsize: int) -> int:
         """Return the elements of a tile: as many for each thread, none longer than the scratch."""

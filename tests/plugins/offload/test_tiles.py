@@ -11,13 +11,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from drivetrain.errors import UsageError
 from drivetrain_offload.tiles import (
-    ALIGNMENT,
     SMALLEST_TILE,
     GroupStep,
     Piece,
     Rule,
     Tiler,
-    tiles,
     update_rule,
 )
 
@@ -200,15 +198,6 @@ def test_only_what_the_kernels_can_do_has_a_rule():
         assert update_rule(cannot) is None
 
 
-def test_ranges_cover_a_shard_once():
-    assert list(tiles(0, 64)) == []
-    assert list(tiles(64, 64)) == [slice(0, 64)]
-    assert list(tiles(200, 128)) == [slice(0, 128), slice(128, 200)]
-    for length in (0, -64, ALIGNMENT + 1):
-        with pytest.raises(UsageError, match="multiple of 64, found"):
-            tiles(100, length)
-
-
 def test_refuses_what_does_not_fit_and_says_what(tiler):
     shard = Shard(*ADAMW, torch.zeros(128))
     step, piece = shard.begin(), shard.piece(torch.zeros(128))
@@ -223,10 +212,6 @@ def test_refuses_what_does_not_fit_and_says_what(tiler):
     ]:
         with pytest.raises(UsageError, match=words):
             tiler.update_all([(step, wrong)])
-    with pytest.raises(UsageError, match="at least 1 thread.*found 0"):
-        Tiler(threads=0)
-    with pytest.raises(UsageError, match="at least 512 bytes, found 4"):
-        Tiler(threads=1, tile_bytes=4)
 
 
 @pytest.mark.parametrize("of_torch", [1, 2])
