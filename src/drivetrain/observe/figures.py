@@ -591,7 +591,7 @@ def stragglers(works: Iterable[RankTimes], margin: float) -> list[Straggler]:
     for host in dict.fromkeys(each.host for each in found):
         own = [each for each in found if each.host == host]
         whole = {rank for each in own for rank in each.ranks} == hosts[host]
-        if whole and len(own) > 1 and len(hosts) > 1:
+        if whole and len(own) > 1:
             least = min(own, key=lambda each: each.seconds)
             ranks = tuple(rank for each in own for rank in each.ranks)
             together.append(replace(least, ranks=ranks, is_host=True))

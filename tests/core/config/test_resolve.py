@@ -49,12 +49,15 @@ def write(tmp_path, text):
 
 def test_later_layers_win_and_origins_are_kept(tmp_path):
     text = "strategy: {name: mine, bucket_mib: 50}\naccumulation: 2\n"
-    path = write(tmp_path, text + "links:\n  far:\n    warmup_steps: 3\n")
-    resolved = resolve(read_file(path), read_sets(["accumulation=8"]), find_config=find)
+    text += "links:\n  far:\n    warmup_steps: 3\nlaunch: {max_restarts: 3}\n"
+    path = write(tmp_path, text)
+    sets = read_sets(["accumulation=8", "launch={max_restarts: 2}"])
+    resolved = resolve(read_file(path), sets, find_config=find)
     rows = {key: (value, origin.text) for key, value, origin in resolved.rows()}
     assert rows["accumulation"] == (8, "--set accumulation=8")
     assert rows["strategy.bucket_mib"] == (50.0, f"{path}:1")
     assert rows["links.far.warmup_steps"] == (3, f"{path}:5")
+    assert rows["launch.max_restarts"] == (2, "--set launch={max_restarts: 2}")
     assert rows["precision"] == ("no", "default")
 
 
@@ -128,6 +131,9 @@ def test_another_strategy_drops_the_options_of_the_one_below(tmp_path):
     path = write(tmp_path, "strategy: {name: mine, bucket_mib: 50}\n")
     resolved = resolve(read_file(path), read_sets(["strategy.name=other"]), find_config=find)
     assert resolved.strategy_config == Other()
+    assert set(resolved.origins) == {"strategy.name"}
+    least_and_most = read_sets(["strategy.bucket_mib=100", "strategy.inner.depth=0"])
+    assert resolve(least_and_most, find_config=find).strategy_config.bucket_mib == 100
     path = write(tmp_path, "strategy: other\n")  # a bare name is one, too
     resolved = resolve(read_file(path), read_sets(["strategy.stage=3"]), find_config=find)
     assert (resolved.strategy, resolved.strategy_config.stage) == ("other", 3)
@@ -151,6 +157,7 @@ def test_wrong_files(tmp_path):
         "precision: [\n": "run.yaml:2: expected YAML",
         "precision: !!python/object/apply:os.system ['true']\n": "line 1",
         "launch: 3\n": "run.yaml:1: launch: expected a mapping",
+        "accumulation: true\n": "run.yaml:1: accumulation: expected a valid integer, found True",
         "strategy: [a]\n": "expected a name or a mapping",
     }.items():
         with pytest.raises(ConfigError) as caught:

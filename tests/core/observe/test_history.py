@@ -45,8 +45,10 @@ def test_values_are_means_and_counts_are_sums_over_ranks(tmp_path):
     assert "slower than the others: 100 ms of work in a step against 60 ms; most" in said
     assert said.endswith("in backward, 70 ms against 30 ms")
 
-    write_run((tmp_path / "1"), range(1, 6), facts={"mesh": {"tp": 2, "dp": 1}})
+    wide = {"configuration": [{"key": "launch.straggler_margin", "value": 1.0}]}
+    write_run((tmp_path / "1"), range(1, 6), facts=wide | {"mesh": {"tp": 2, "dp": 1}})
     run = load_history(tmp_path / "1")
+    assert "stragglers" not in numbers(run)
     assert measures.middle(measures.rate_curve(run, lambda each: each.tokens)) == 640
 
     sections = {"forward": 0.05, "evaluation": 0.03, "checkpoint": 0.02}

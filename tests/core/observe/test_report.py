@@ -98,6 +98,7 @@ def test_a_window_is_one_step_and_its_loss_a_mean(tmp_path, monkeypatch):
     assert not asked.called, "who gave notice does not wait for a drawing"
     (_, ended) = starts_of(tmp_path)[-1].journals()[0].events[-1]
     assert ended["outcome"] == "preempted"
+    assert not load_history(tmp_path).starts[-1].good
     first, second, *rest = records(tmp_path)
     assert (first.step, first.samples, second.step) == (1, 4, 2)
     assert first.loss == pytest.approx(sum(losses[:2]) / 2)

@@ -78,8 +78,9 @@ def test_errors_of_other_ranks_are_told_once_and_those_of_victims_never():
 
 
 def test_rank_that_ended_early_is_named_before_the_rank_that_waited():
-    text, code = report([failure(0, 10.0, collateral=True, code=5)], [end(1)])
-    assert text.startswith("rank 1 ended too early (host n2, exit code 0): rank 0 waited for it")
+    others = [end(1), end(2, time=0.5), end(3)]
+    text, code = report([failure(0, 10.0, collateral=True, code=5)], others)
+    assert text.startswith("rank 2 ended too early (host n2, exit code 0): rank 0 waited for it")
     assert code == 5
 
 
