@@ -619,6 +619,8 @@ _VALUES = frozenset(
 )
 """Methods that read values behind the back of torch's dispatch."""
 
+_ARRAYS = (Tensor.numpy, Tensor.__array__)
+
 _MEMORY = frozenset({Tensor.data_ptr, Tensor.storage, Tensor.__dlpack__})
 """Methods that ask for memory."""
 
@@ -720,12 +722,15 @@ class DividedGradient(Tensor):
         cls, func: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         """Take what torch would do without its dispatch."""
-        if not all(issubclass(kind, cls) for kind in types):
+        if not all(issubclass(kind, cls) or kind is Tensor for kind in types):
             return NotImplemented  # a guarded parameter brings its values first
         kwargs = kwargs or {}
         own = args[0] if args and isinstance(args[0], cls) else None
         if own is not None and func in _VALUES:
-            return func(own.whole(), *args[1:], **kwargs)
+            values = func(own.whole(), *args[1:], **kwargs)
+            if func in _ARRAYS:
+                values.flags.writeable = False  # a write would be lost
+            return values
         if own is not None and func in _MEMORY:
             raise UsageError(
                 f"expected a tensor with memory, found the gradient of {own.place.name!r}, of "
@@ -736,7 +741,7 @@ class DividedGradient(Tensor):
             return nothing(0)  # who adds up memory finds none
         with torch._C.DisableTorchFunctionSubclass():
             if own is not None and func in _SETTERS:
-                return _SETTERS[func](*args)
+                return _SETTERS[func](*args, **kwargs)
             return func(*args, **kwargs)
 
     @classmethod
@@ -768,6 +773,11 @@ class DividedGradient(Tensor):
         piece.copy_(self.place.cut(whole))
         self._changed()
 
+    def _fill_diagonal(self, *args: Any, **kwargs: Any) -> "DividedGradient":
+        """Fill the diagonal, which torch does by a view."""
+        self._take(self.whole().fill_diagonal_(*args, **kwargs))
+        return self
+
     def _changed(self) -> None:
         if self._computed is None:
             self.place.changed()
@@ -786,8 +796,9 @@ class DividedGradient(Tensor):
         return format(self.whole(), spec) if not self.dim() else object.__format__(self, spec)
 
 
-_SETTERS: Mapping[Function, Callable[..., None]] = {
+_SETTERS: Mapping[Function, Callable[..., Any]] = {
     Tensor.__setitem__: DividedGradient._set,
+    Tensor.fill_diagonal_: DividedGradient._fill_diagonal,
     Tensor.data.__set__: DividedGradient._assign,  # type: ignore[attr-defined]
 }
 """Ways to write that torch does without its dispatch, or by views."""
@@ -815,6 +826,8 @@ def _answer(first: DividedGradient, func: Any, args: Arguments, kwargs: Keywords
     if func in _NORMS and (found := _norm(first, *args[1:], **kwargs)) is not None:
         return found
     by_elements = packet in _ELEMENTWISE or torch.Tag.pointwise in func.tags
+    # Not those that give an answer, or several tensors, as torch.equal and torch.frexp.
+    by_elements &= [str(each.type) for each in func._schema.returns] == ["Tensor"]
     if by_elements and "out" not in kwargs and _alike(first, args, kwargs):
         return _by_pieces(first, func, args, kwargs)
     return _by_wholes(func, args, kwargs)

@@ -117,6 +117,11 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(strategy
         optimizer.add_param_group({"params": [model.scale]})
     with pytest.raises(UsageError, match=r"what prepare\(\) returned"):
         optimizer.optimizer.state_dict()
+    optimizer.optimizer.first_step = optimizer.step  # as a sharpness-aware one has
+    with pytest.raises(AttributeError, match="found 'first_step' of AdamW"):
+        optimizer.first_step()
+    with pytest.raises(AttributeError, match="has no attribute 'second_step'"):
+        optimizer.second_step()
     accelerator.free_memory()
 
 

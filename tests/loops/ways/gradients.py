@@ -222,6 +222,7 @@ def rows_written_by_index(loop: Loop, step: int, model: nn.Module) -> None:
     """As new words of a table are trained alone."""
     model.first.weight.grad[:16] = 0
     model.last.weight.grad[3, 2:5] = torch.tensor([1.0, 2.0, 3.0])
+    model.blocks[0].up.weight.grad.fill_diagonal_(0.5)
 
 
 @between
@@ -340,6 +341,8 @@ def read_as_numbers(loop: Loop, step: int, model: nn.Module) -> None:
     loop.note(f"list {step}", torch.tensor(model.last.bias.grad.tolist()))
     loop.note(f"cpu {step}", model.first.weight.grad.cpu().float().double())
     loop.note(f"row {step}", model.first.weight.grad[5])
+    loop.note(f"equal {step}", torch.equal(gradient := model.last.weight.grad, gradient + 0))
+    loop.note(f"loss {step}", nn.functional.mse_loss(gradient, torch.ones_like(gradient)))
 
 
 def compared_between_tasks(loop: Loop) -> None:
