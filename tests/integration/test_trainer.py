@@ -136,33 +136,42 @@ def test_losses_equal_those_of_one_process(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["zero2", "tp"])
-def test_an_evaluation_counts_each_sample_once(strategy, tmp_path, monkeypatch):
-    """13 samples in batches of 8: some came twice, and a short batch counted as a full one."""
+def test_means_are_those_of_each_sample_once(strategy, tmp_path, monkeypatch):
+    """13 samples in batches of 8: some came twice; losses that count no items were doubled."""
     ranks = launched(monkeypatch, tmp_path, strategy)
     torch.manual_seed(0)
     words = torch.randint(2, 16, (13, 5))
+    labels = words.masked_fill(torch.arange(5) > torch.arange(13)[:, None] % 4 + 1, -100)
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-    model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=16, **sizes, decoder_start_token_id=0)
-    ).eval()
-    with torch.no_grad():
-        loss = float(model(input_ids=words, labels=words).loss)
-    trainer = use_drivetrain(transformers.Seq2SeqTrainer)(
-        model,
-        transformers.Seq2SeqTrainingArguments(
-            str(tmp_path),
-            use_cpu=True,
-            per_device_eval_batch_size=8 // ranks,
-            predict_with_generate=True,
-            report_to=[],
-        ),
-        eval_dataset=[{"input_ids": row, "labels": row} for row in words],
-        compute_metrics=lambda found: {"texts": len(found.predictions)},
-    )
-    found = trainer.evaluate()
-    assert found["eval_texts"] == len(words)
-    # What fills the last batch of several ranks is in their means.
-    assert found["eval_loss"] == pytest.approx(loss, rel=1e-6 if ranks == 1 else 0.05)
+    sizes |= {"dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0}
+    t5 = transformers.T5Config(vocab_size=16, **sizes)
+    for model, options, data in (
+        (transformers.T5ForConditionalGeneration(t5), {"predict_with_generate": True}, words),
+        (trainers.tiny_llama(), {}, labels),
+    ):
+        with torch.no_grad():
+            rows = zip(words.split(8), data.split(8), strict=True)
+            means = [float(model.eval()(input_ids=x, labels=y).loss) for x, y in rows]
+        samples = [{"input_ids": x, "labels": y} for x, y in zip(words, data, strict=True)]
+        trainer = use_drivetrain(transformers.Seq2SeqTrainer)(
+            model,
+            trainers.arguments(
+                transformers.Seq2SeqTrainingArguments,
+                tmp_path,
+                ranks,
+                max_steps=1,
+                per_device_eval_batch_size=8 // ranks,
+                **options,
+            ),
+            train_dataset=samples,
+            eval_dataset=samples,
+            compute_metrics=lambda found: {"texts": len(found.predictions)},
+        )
+        found = trainer.evaluate()
+        assert found["eval_texts"] == len(words)
+        assert found["eval_loss"] == pytest.approx((8 * means[0] + 5 * means[1]) / 13, rel=1e-5)
+        assert trainer.train().training_loss == pytest.approx(means[0], rel=1e-5)
+        trainer.accelerator.free_memory()
 
 
 @pytest.mark.exhaustive
@@ -314,12 +323,18 @@ def test_batches_that_would_be_cut_or_become_others_are_refused():
         config = SimpleNamespace(run=SimpleNamespace(micro_batch=option))
         return SimpleNamespace(num_processes=ranks, config=config)
 
-    finding = SimpleNamespace(auto_find_batch_size=True)
-    refuse_other_batches(finding, run(1, "whole"))
-    with pytest.raises(UsageError, match="expected auto_find_batch_size=False on several ranks"):
-        refuse_other_batches(finding, run(2, "whole"))
+    usual = dict.fromkeys(("auto_find_batch_size", "bf16_full_eval", "fp16_full_eval"), False)
+    for changed, message in (
+        ({"auto_find_batch_size": True}, "expected auto_find_batch_size=False on several ranks"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "expected train_sampling_strategy='group"),
+        ({"bf16_full_eval": True}, "expected bf16_full_eval=False and fp16_full_eval=False"),
+    ):
+        args = SimpleNamespace(**usual | changed)
+        refuse_other_batches(args, run(1, "whole"))
+        with pytest.raises(UsageError, match=message):
+            refuse_other_batches(args, run(2, "whole"))
     with pytest.raises(UsageError, match="expected whole under a Trainer, found auto"):
-        refuse_other_batches(SimpleNamespace(auto_find_batch_size=False), run(1, "auto"))
+        refuse_other_batches(SimpleNamespace(**usual), run(1, "auto"))
 
 
 def test_one_number_of_micro_batches():

@@ -178,6 +178,8 @@ class OrderDivision(ABC):
         size: number of ranks.
         even: fill the last step for every rank by going back to the first samples of the order.
         drop_last: leave out a last step that is not full for every rank.
+        fills: where the last step is even, fill batches of samples; False repeats one sample for
+            ranks without any.
     """
 
     unit: ClassVar[str]
@@ -185,6 +187,7 @@ class OrderDivision(ABC):
     size: int
     even: bool
     drop_last: bool
+    fills: bool = True
 
     @property
     @abstractmethod
@@ -266,6 +269,8 @@ class SampleDivision(OrderDivision):
     def share(self, order: Sequence[Any], position: int, rank: int) -> list[Any]:
         begin = position + rank * self.batch_size
         end = begin + self.batch_size
+        if not self.fills:
+            end = begin + max(1, self.real(order, position, rank))
         if end <= len(order) or not self.even:
             return list(order[begin:end])
         return [order[index % len(order)] for index in range(begin, end)]

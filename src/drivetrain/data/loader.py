@@ -383,6 +383,15 @@ class PreparedLoader(DataLoader[Any]):
         division = self._source.division
         self._source.division = replace(division, even=even and division.size > 1)
 
+    @property
+    def fills_batches(self) -> bool:
+        """Whether ``even_batches`` fills up batches, or only gives one sample to ranks without."""
+        return self._source.division.fills
+
+    @fills_batches.setter
+    def fills_batches(self, fills: bool) -> None:
+        self._source.division = replace(self._source.division, fills=fills)
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a restored position in it is kept.
 

@@ -276,6 +276,8 @@ class IterableSource:
         samples, rest, head = read
         whole = filled(samples, head, division.stride) if division.even else samples
         mine = division.share(whole, 0, rank) if division.has(whole, 0, rank) else []
+        if not division.fills:
+            mine = mine[: max(1, division.real(samples, 0, rank))]
         if not mine:
             return None
         batch = self._collate(mine)

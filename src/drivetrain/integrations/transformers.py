@@ -26,6 +26,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.utils.generic import ModelOutput
 
 from drivetrain.accelerator import Accelerator
+from drivetrain.communication import gather_rows
 from drivetrain.compat.accelerator import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
@@ -218,7 +219,7 @@ def refuse_other_engines(args: Any, model: Any) -> None:
 
 
 def refuse_other_batches(args: Any, accelerator: Accelerator) -> None:
-    """Refuse batches that would be cut outside of the Trainer's loop, or become others on retries.
+    """Refuse batches that would be cut outside of the loader, or become others on retries.
 
     Raises:
         UsageError: names the setting, and what has the same global batch.
@@ -227,11 +228,22 @@ def refuse_other_batches(args: Any, accelerator: Accelerator) -> None:
         "lower per_device_train_batch_size and raise gradient_accumulation_steps by the same "
         "factor: the global batch stays"
     )
-    if args.auto_find_batch_size and accelerator.num_processes > 1:
+    several = accelerator.num_processes > 1
+    if args.auto_find_batch_size and several:
         raise UsageError(
             "expected auto_find_batch_size=False on several ranks, found True: a rank that runs "
             "out of memory alone leaves the others waiting, and another try would train with "
             f"another global batch; {instead}"
+        )
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance" and several:
+        raise UsageError(
+            "expected train_sampling_strategy='group_by_length' on several ranks, found "
+            "'batch_rebalance', which deals batches out to ranks that loaders divide already"
+        )
+    if several and (args.bf16_full_eval or args.fp16_full_eval):
+        raise UsageError(
+            "expected bf16_full_eval=False and fp16_full_eval=False on several ranks, found True: "
+            "weights that the strategy trains would change their dtype; take bf16=True"
         )
     if (found := accelerator.config.run.micro_batch) != "whole":
         raise UsageError(
@@ -350,6 +362,10 @@ class TrainerAccelerator(Accelerator):
         self._state.loaders.clear()
         return loader
 
+    def gather(self, tensor: Any) -> Any:
+        """Gather, also where ranks have other numbers of rows, as where an evaluation ends."""
+        return gather_rows(tensor, "gather", group=self.mesh["dp"])
+
 
 class StrategyTraining:
     """The methods of a Trainer that a strategy changes; mixed into a class of Trainer."""
@@ -361,12 +377,20 @@ class StrategyTraining:
     save_model: Callable[..., None]
     gather_function: Callable[..., Any]
     _evaluated: int | None = None
+    _part: float = 1.0
+    """Samples of this rank in a batch of the evaluation, by the mean of all ranks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._whole: Mapping[str, torch.Tensor] | None = None
         self.save_model = self._gathering(self.save_model)
         if self.accelerator.cell_size > 1:
+            if hasattr(super(), self._generate_single_turn.__name__):
+                raise UsageError(
+                    f"expected a strategy whose ranks have batches of their own for "
+                    f"{type(self).__name__}, found tp or pp: it deals out what it generates by "
+                    "rank; take zero3 or fsdp"
+                )
             score_by_modules(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -407,24 +431,56 @@ class StrategyTraining:
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         # The Trainer sums over all ranks and divides by those that share a batch. Our ``gather``
         # has counted these once already.
+        if not self._part:  # what a rank evaluates that has no sample of the last batch
+            (batch,) = batch_samples
+            labels = {name: batch[name][:0] for name in ("labels", "shift_labels") if name in batch}
+            batch_samples = [{**batch, **labels}]
         items = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
-        return items * self.get_tp_size() if isinstance(items, torch.Tensor) else items
+        if not isinstance(items, torch.Tensor):
+            return items
+        part = self._part if self.args.average_tokens_across_devices else 1.0
+        return items * self.get_tp_size() * (part or 1.0)
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Return this rank's part of a batch's operations: the Trainer sums over all ranks."""
         return float(super().floating_point_ops(inputs) / self.get_tp_size())  # type: ignore[misc]
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate each sample once, with a Seq2SeqTrainer, too."""
         self.gather_function = self._gather_rows
-        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(dataloader, PreparedLoader):
+            dataloader.fills_batches = False
+        return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict, and keep how many samples the loss is a mean of."""
-        found = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        one = self.accelerator.gradient_state.at_hand
+        if one is not None and one.end_of_dataloader and one.rows and not one.loader.fills_batches:
+            mine = torch.tensor(float(one.rows.real), device=self.accelerator.device)
+            self._part = float(mine / self.accelerator.gather(mine).mean())
+        generates = getattr(self.args, "predict_with_generate", False)
+        with self._generation() if generates else nullcontext():
+            found = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        self._part = 1.0
         samples = find_batch_size(inputs)  # type: ignore[no-untyped-call]
         self._evaluated = None if found[0] is None else samples
         return found
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as TRL's trainers do that train on what their model says."""
+        with self._generation():
+            return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def _generation(self) -> Iterator[None]:
+        """Context in which ranks call the model as often as their own texts need."""
+        if not self.accelerator._models:  # evaluated without a training: nothing is divided
+            yield
+            return
+        training = self.model.training
+        with self.accelerator.inference(self.model) as whole:
+            whole.train(training)
+            yield
 
     def _gather_rows(self, data: Any) -> Any:
         # What comes first after a step is its loss, once for each sample of a full batch.
@@ -432,7 +488,7 @@ class StrategyTraining:
         return self.accelerator.gather_for_metrics(data if samples is None else data[:samples])
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if type(self).compute_loss is not transformers.Trainer.compute_loss:  # type: ignore[attr-defined]
+        if type(self).compute_loss is not MeanOfRanks.compute_loss:  # type: ignore[attr-defined]
             # Losses of TRL read the model's outputs, for metrics, before backward.
             for model in self.accelerator._models:
                 if (pipeline := self.accelerator.strategy_of(model).pipeline) is not None:
@@ -495,6 +551,32 @@ class StrategyTraining:
             super()._load_best_model()  # type: ignore[misc]
 
 
+class MeanOfRanks(transformers.Trainer):
+    """transformers' own loss, also for the subclasses that call it: of all ranks it is the mean."""
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Compute a loss of one rank.
+
+        transformers counts the items of all ranks, and multiplies by the number of ranks: so do
+        losses that are means of a rank's own batch, as most classifiers have.
+        """
+        averages = self.args.average_tokens_across_devices
+        if averages and num_items_in_batch is not None:
+            ranks = self.accelerator.num_processes // self.get_tp_size()
+            num_items_in_batch = num_items_in_batch / ranks
+        self.args.average_tokens_across_devices = False
+        try:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self.args.average_tokens_across_devices = averages
+
+
 def use_drivetrain(kind: type = transformers.Trainer) -> Any:
     """Return a class of Trainer that trains under the launched strategy.
 
@@ -510,7 +592,8 @@ def use_drivetrain(kind: type = transformers.Trainer) -> Any:
             f"expected a Trainer that leaves {name} to transformers, found {kind.__name__}, which "
             "makes an Accelerator of its own; take that method out"
         )
-    return type(kind.__name__, (StrategyTraining, kind), {"__module__": kind.__module__})
+    kinds = (MeanOfRanks,) if kind is transformers.Trainer else (kind, MeanOfRanks)
+    return type(kind.__name__, (StrategyTraining, *kinds), {"__module__": kind.__module__})
 
 
 Trainer = use_drivetrain()

@@ -9,6 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from drivetrain import Accelerator, communication
 from drivetrain.errors import UsageError
+from read_samples import Stream
 
 
 @pytest.fixture
@@ -62,11 +63,12 @@ def test_who_gets_which_batch(simulate):
 
 
 def test_even_batches_can_be_switched_for_a_while(prepare, counting):
-    loader = prepare(DataLoader(counting(5), batch_size=2), 1, 2)
-    loader.even_batches = False
-    assert [batch.tolist() for batch in loader] == [[2, 3]]
-    loader.even_batches = True
-    assert [batch.tolist() for batch in loader] == [[2, 3], [1, 2]]
+    for data in (counting(5), Stream(5)):
+        loader = prepare(DataLoader(data, batch_size=2), 1, 2)
+        for even, fills, last in ((False, True, []), (True, True, [[1, 2]]), (True, False, [[1]])):
+            loader.even_batches, loader.fills_batches = even, fills
+            assert [batch.tolist() for batch in loader] == [[2, 3], *last]
+            assert loader.fills_batches is fills
 
 
 def test_epochs_are_shuffled_differently_and_reproducibly(prepare, counting):
