@@ -587,26 +587,16 @@ _WORDS = {
 _RANGES = {modules.FORWARD: FORWARD, modules.AGAIN: RECOMPUTE, modules.BACKWARD: BACKWARD}
 
 
-class UnitRanges:
-    """Follows the units of a model from now until ``close``.
+def add_ranges(units: Mapping[str, nn.Module], until: ExitStack) -> None:
+    """Follow the units of a model, by name, until a stack closes."""
+    current = until.enter_context(ExitStack())
 
-    Args:
-        units: by name.
-    """
-
-    def __init__(self, units: Mapping[str, nn.Module]) -> None:
-        self._range = ExitStack()
-        self._trail = modules.ModuleTracker(units, self._turned, inside=False)
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        self._trail.close()
-        self._range.close()
-
-    def _turned(self, place: modules.ModulePlace) -> None:
-        self._range.close()
+    def turned(place: modules.ModulePlace) -> None:
+        current.close()
         if place.module and is_profiled():
-            self._range.enter_context(record_function(f"{_RANGES[place.phase]}{place.module}"))
+            current.enter_context(record_function(f"{_RANGES[place.phase]}{place.module}"))
+
+    until.callback(modules.ModuleTracker(units, turned, inside=False).close)
 
 
 # --- the profile ---
@@ -662,7 +652,7 @@ class ProfileSession:
         for entry in self._state.models:
             stages = entry.strategy.pipeline
             units = model_units(entry.model) if stages is None else stages.units
-            self._units.callback(UnitRanges(units).close)
+            add_ranges(units, self._units)
         self.profiler.start()
 
     def stop(self, *, together: bool) -> None:
