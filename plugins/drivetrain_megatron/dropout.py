@@ -616,7 +616,7 @@ class Dropout(Uncopied):
                     "preserve_rng_state=True"
                 )
             return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-        _set(combine(state, _AFTER_SITE))
+        torch.default_generator.manual_seed(_packed(combine(state, _AFTER_SITE)))
         return mix(state)
 
     def drop(self, site: Site, x: Tensor, p: float) -> Tensor:
@@ -675,10 +675,6 @@ def _is_ours(seed: int) -> bool:
 
 def _check(upper: int) -> int:
     return combine(upper, _CHECK_BITS) % (1 << _CHECK_BITS)
-
-
-def _set(state: int) -> None:
-    torch.default_generator.manual_seed(_packed(state))
 
 
 # --- all other random draws: the same numbers on the ranks that share layers ---

@@ -61,6 +61,7 @@ class Original:
     Attributes:
         names: of the distinct parameters, by the parameter.
         shapes: global shapes of parameters and persistent buffers, by name.
+        optimizers: how many there are.
     """
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
@@ -70,11 +71,7 @@ class Original:
             name: tuple(tensor.shape)
             for name, tensor in {**parameters, **persistent_buffers(model)}.items()
         }
-        self._optimizers = len(list(optimizers))
-
-    def add(self) -> None:
-        """Count one more optimizer."""
-        self._optimizers += 1
+        self.optimizers = len(list(optimizers))
 
     def check_steps_parts(
         self, optimizers: Iterable[Optimizer], facts: Mapping[str, ShardingSpec], stages: int
@@ -137,7 +134,7 @@ class Original:
             CheckpointError: lists the first differences.
         """
         # Which of them an optimizer holds, the strategy inside knows: groups are added later.
-        held = {(i, name) for i in range(self._optimizers) for name in self.names.values()}
+        held = {(i, name) for i in range(self.optimizers) for name in self.names.values()}
         check_fits(reader, {(name, ""): s for name, s in self.shapes.items()}, held)
         for name, state in sorted(reader.keys()):
             known = facts.get(name)

@@ -494,7 +494,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Let the data-parallel strategy take one more optimizer."""
         self._original.check_steps_parts([optimizer], self._facts, self.config.pp)
-        self._original.add()
+        self._original.optimizers += 1
         if self._builder is not None:
             self._builder.follow(optimizer)
         bound = self._inner.bind(optimizer)

@@ -693,6 +693,7 @@ class StageOutput:
     made: Mapping[int, tuple[Tensor, ...]]
 
 
+@dataclass(eq=False, repr=False)
 class Stage:
     """One stage of the pipeline; made by ``split``.
 
@@ -704,22 +705,16 @@ class Stage:
         outer: where its own parameters outside of blocks stand, by their first names.
     """
 
-    def __init__(
-        self,
-        parts: ModelParts,
-        index: int,
-        copies: tuple[str, ...],
-        places: Sequence[ProxyPlace],
-        outer: Mapping[str, Sequence[ProxyPlace]],
-    ) -> None:
-        self._parts = parts
-        self._places = places
-        self.outer = outer
-        self.index = index
-        self.blocks = parts.cut.blocks(index)
-        self.is_first = index == 0
-        self.is_last = index == parts.cut.stages - 1
-        self.copies = copies
+    _parts: ModelParts
+    index: int
+    copies: tuple[str, ...]
+    _places: Sequence[ProxyPlace]
+    outer: Mapping[str, Sequence[ProxyPlace]]
+
+    def __post_init__(self) -> None:
+        self.blocks = self._parts.cut.blocks(self.index)
+        self.is_first = self.index == 0
+        self.is_last = self.index == self._parts.cut.stages - 1
 
     @property
     def last_blocks(self) -> range:
