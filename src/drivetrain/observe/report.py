@@ -88,7 +88,6 @@ class RunReport:
         self._enabled = asked is not False
         self._newest: StepFigures | None = None
         self._links: list[LinkMethods] | None = None
-        self._started = 0.0
         self._seconds: deque[float] = deque(maxlen=COMPARED_STEPS)
         self._listeners: list[Callable[[StepFigures], None]] = []
         self._finished = self._drawn = self._failed = False
@@ -225,9 +224,7 @@ class RunReport:
 
     def _take(self, figures: StepFigures) -> None:
         """Keep a record, and hand it on."""
-        if self._newest is None:
-            self._started = time.time()
-        else:  # the first step also warms up
+        if self._newest is not None:  # the first step also warms up
             self._seconds.append(figures.seconds / figures.steps)
         self._newest = figures
         if self.folder is not None and self._run.world.is_main:
@@ -245,8 +242,7 @@ class RunReport:
         if known is not None and len(links) <= len(known) and all(map(operator.is_, links, known)):
             return  # nothing was chosen or prepared since then; models may be forgotten at the end
         self._links = links
-        facts = facts_of(self._config, self._run, prepared)
-        folder.write_facts({"started": self._started, **facts})
+        folder.write_facts(facts_of(self._config, self._run, prepared))
 
     def _stop(self, error: Exception) -> None:
         """Write no more; the newest record is still there."""
