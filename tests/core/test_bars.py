@@ -82,6 +82,11 @@ def test_a_file_gets_a_line_at_times_and_one_at_the_end(monkeypatch, capsys):
         "epoch 0: 6/8, 10 s/it, 0:01:00 of 0:01:20",
         "epoch 0: 8/8, 10 s/it, 0:01:20",
     ]
+    with bars.Bar(total=10, every=3) as bar:
+        for count in (2, 2, 1, 2):
+            bar.update(count)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["4/10", "7/10"]
 
 
 def test_real_tqdm_is_used_when_installed(monkeypatch):
@@ -90,6 +95,7 @@ def test_real_tqdm_is_used_when_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", types.ModuleType("tqdm"))
     monkeypatch.setitem(sys.modules, "tqdm.auto", auto)
     assert tqdm([1], "text", leave=False) == (([1], "text"), {"leave": False, "disable": False})
+    assert tqdm([1], disable=True) == (([1],), {"disable": True})
 
 
 @pytest.mark.ranks(2)

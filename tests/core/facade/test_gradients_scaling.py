@@ -1,6 +1,7 @@
 """fp16: the scale is agreed by all ranks, and an infinite gradient skips the step everywhere."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from drivetrain import Accelerator, GradScalerKwargs
 from drivetrain.errors import UsageError
 from drivetrain.facade.gradients import KeptGradient
+from drivetrain.facade.stepping import PreparedScheduler
 
 
 def accelerator_in_fp16(**options):
@@ -132,6 +134,9 @@ def test_one_of_two_optimizers_that_skips_is_told():
     second.step()
     assert (first.step_was_skipped, second.step_was_skipped) == (True, False)
     assert accelerator.optimizer_step_was_skipped
+    schedule = mock.Mock(total_steps=None)
+    PreparedScheduler(schedule, [first, second], accelerator.gradient_state).step()
+    schedule.step.assert_not_called()
 
 
 def test_a_kept_gradient_of_another_scale_is_restored_in_the_scale_of_now():

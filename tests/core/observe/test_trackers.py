@@ -92,6 +92,9 @@ def test_trackers_are_given_found_and_begun_again():
     assert trackers.active[1] is mine
     assert trackers.active[2].options == {"logging_dir": "logs"}
     assert started(None).active == []
+    own = {"writing": {"logging_dir": "own"}}
+    trackers = started([Writing], logging_dir="logs", init_kwargs=own)
+    assert trackers.active[0].options == own["writing"]
 
     options = {"memory": {"entity": "team"}}
     trackers = started([Memory, Failing], config={"lr": 0.1}, init_kwargs=options)

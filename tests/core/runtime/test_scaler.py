@@ -33,6 +33,12 @@ def test_growth_needs_good_steps_in_a_row():
     steps(subject, True, optimizer=0)
     assert steps(subject, True, optimizer=1) == 64
     assert steps(subject, True, optimizer=0) == 128
+    subject = scaler(growth_interval=2)
+    steps(subject, True)
+    for optimizer in (0, 1):  # the first one steps again, with another one
+        subject.record(optimizer, overflow=False, made_with=64.0)
+    subject.update()
+    assert subject.get_scale() == 128
 
 
 def test_hysteresis_counts_bad_steps_in_a_row_of_each_optimizer():
@@ -52,6 +58,14 @@ def test_an_overflow_shrinks_the_scale_it_was_made_with_once():
     for optimizer in (0, 1):
         subject.record(optimizer, overflow=True, made_with=64.0)
         subject.update()
+    assert subject.get_scale() == 32
+    subject.record(0, overflow=True, made_with=128.0)  # of gradients that waited
+    subject.update()
+    assert subject.get_scale() == 32
+    subject = scaler()
+    for overflow in (True, False):  # of two models of one optimizer
+        subject.record(0, overflow=overflow, made_with=64.0)
+    subject.update()
     assert subject.get_scale() == 32
     subject = scaler(growth_interval=1)
     assert steps(subject, True, optimizer=0) == 128
@@ -83,6 +97,10 @@ def test_state_holds_counts_and_what_is_not_settled_yet():
     assert subject.get_scale() == 64
     subject.update()
     assert subject.get_scale() == 32
+    subject = scaler(growth_interval=2)
+    steps(subject, True)
+    subject.load_state_dict(subject.state_dict())
+    assert steps(subject, True, optimizer=1) == 128  # a round of its own
 
 
 def test_unscale_divides_and_finds():

@@ -47,3 +47,8 @@ def test_a_rest_is_unusual_from_five_times_the_longest_of_before():
     assert learned.rest_limit_s == diagnosis.TIMES_REST * 20.0
     learned.learn({0: still(0, 0.0)}, 0.0)
     assert learned.longest_rest_s == 30.0
+    for seconds in (0.5, 0.0) * diagnosis.REMEMBERED:  # moments are not remembered
+        learned.learn({0: still(0, seconds)}, 0.0)
+    assert learned.longest_rest_s == 30.0
+    assert diagnosis._ranks([0, 1, 2, 5]) == "ranks 0 to 2 and 5"
+    assert diagnosis._ranks([3, 4]) == "ranks 3 and 4"
