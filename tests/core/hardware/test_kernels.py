@@ -77,6 +77,8 @@ def test_messages_wait_for_processors_and_share_links():
         halves = 2 * bare.price(Collective("dp", "all_reduce", 5e5))
         assert halves == pytest.approx(bare.price(message))
         assert halves < plain.price(message)
+        gathered = bare.price(Collective("dp", "all_gather", 1e6))  # a sum passes all ranks twice
+        assert bare.price(message) == pytest.approx(2 * gathered)
 
     message = Collective("dp", "all_reduce", 1e9)
     one, other = (
@@ -117,6 +119,7 @@ def test_a_host_shares_its_disk_and_a_device_its_tiles():
     prices = HardwarePrices(h100.model_copy(update={"device": device}), {}, "bf16")
     waves = [prices.plain(MatrixProduct(16, 4096, 16 * tiles)) for tiles in (4, 5, 8)]
     assert waves[0] < waves[1] == waves[2], "five tiles on four processors take two rounds"
+    assert 2 * waves[0] - waves[2] == pytest.approx(h100.device.launch_us * 1e-6)
 
 
 def test_products_of_backward_and_those_in_fp8():
