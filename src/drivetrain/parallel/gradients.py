@@ -882,7 +882,7 @@ def _by_wholes(func: Any, args: Arguments, kwargs: Keywords) -> Any:
         )
     result = func(*given, **tree_map(whole, dict(kwargs)))
     if func.namespace == "c10d":
-        work: Any = result if isinstance(result, torch.ScriptObject) else result[-1]
+        work: Any = result[-1] if isinstance(result, tuple) else result
         work.wait()
     for was, now in _written(func, args, given):
         was._take(now)
