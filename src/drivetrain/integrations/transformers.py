@@ -42,6 +42,7 @@ from drivetrain.facade.settings import (
     ProjectConfiguration,
 )
 from drivetrain.log import get_logger
+from drivetrain.nested import recursively_apply
 from drivetrain.runtime.gradient_state import GradientState
 
 logger = get_logger(__name__)
@@ -333,9 +334,11 @@ class TrainerAccelerator(Accelerator):
         accumulation: micro-batches per step in the configuration.
         window: the accumulation window.
         parallelism_config: None: the strategy lays out the ranks.
+        stands_in: whether this rank evaluates a batch without any sample of its own.
     """
 
     parallelism_config = None
+    stands_in = False
 
     def _assemble(self, project: ProjectConfiguration, log_with: Any) -> None:
         self.accumulation = self.gradient_state.num_steps
@@ -364,6 +367,8 @@ class TrainerAccelerator(Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Gather, also where ranks have other numbers of rows, as where an evaluation ends."""
+        if self.stands_in:
+            tensor = recursively_apply(lambda leaf: leaf.reshape(-1, *leaf.shape[1:])[:0], tensor)
         return gather_rows(tensor, "gather", group=self.mesh["dp"])
 
 
@@ -379,13 +384,15 @@ class StrategyTraining:
     _evaluated: int | None = None
     _part: float = 1.0
     """Samples of this rank in a batch of the evaluation, by the mean of all ranks."""
+    _rows: int = 0
+    """Rows of a sample in an evaluation, as two in batches of pairs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._whole: Mapping[str, torch.Tensor] | None = None
         self.save_model = self._gathering(self.save_model)
         if self.accelerator.cell_size > 1:
-            if hasattr(super(), self._generate_single_turn.__name__):
+            if self._generates:
                 raise UsageError(
                     f"expected a strategy whose ranks have batches of their own for "
                     f"{type(self).__name__}, found tp or pp: it deals out what it generates by "
@@ -431,15 +438,11 @@ class StrategyTraining:
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         # The Trainer sums over all ranks and divides by those that share a batch. Our ``gather``
         # has counted these once already.
-        if not self._part:  # what a rank evaluates that has no sample of the last batch
-            (batch,) = batch_samples
-            labels = {name: batch[name][:0] for name in ("labels", "shift_labels") if name in batch}
-            batch_samples = [{**batch, **labels}]
         items = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
         if not isinstance(items, torch.Tensor):
             return items
         part = self._part if self.args.average_tokens_across_devices else 1.0
-        return items * self.get_tp_size() * (part or 1.0)
+        return items * self.get_tp_size() * part
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Return this rank's part of a batch's operations: the Trainer sums over all ranks."""
@@ -449,7 +452,8 @@ class StrategyTraining:
         """Evaluate each sample once, with a Seq2SeqTrainer, too."""
         self.gather_function = self._gather_rows
         if isinstance(dataloader, PreparedLoader):
-            dataloader.fills_batches = False
+            dataloader.fills_batches = self._generates
+        self._rows = 0
         return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -457,14 +461,22 @@ class StrategyTraining:
         one = self.accelerator.gradient_state.at_hand
         if one is not None and one.end_of_dataloader and one.rows and not one.loader.fills_batches:
             mine = torch.tensor(float(one.rows.real), device=self.accelerator.device)
-            self._part = float(mine / self.accelerator.gather(mine).mean())
+            self._part = float(mine / self.accelerator.gather(mine).mean()) or 1.0
+            self.accelerator.stands_in = not one.rows.real
         generates = getattr(self.args, "predict_with_generate", False)
         with self._generation() if generates else nullcontext():
             found = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        self._part = 1.0
-        samples = find_batch_size(inputs)  # type: ignore[no-untyped-call]
-        self._evaluated = None if found[0] is None else samples
+        self._part, self.accelerator.stands_in = 1.0, False
+        self._evaluated = None
+        if found[0] is not None and (rows := find_batch_size(inputs)):  # type: ignore[no-untyped-call]
+            self._rows = self._rows or max(1, rows // self.args.eval_batch_size)
+            self._evaluated = rows // self._rows
         return found
+
+    @property
+    def _generates(self) -> bool:
+        """Whether this is a trainer of TRL that deals out what its model generates, by rank."""
+        return hasattr(super(), "_generate_single_turn")
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as TRL's trainers do that train on what their model says."""
