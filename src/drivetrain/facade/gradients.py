@@ -504,7 +504,9 @@ class WindowGradients:
         synced = window.sync_gradients
         factor = self._mean.finish() if synced else None
         for entry in state.models:
-            entry.check_before_backward(ends=synced)
+            entry.check_converted()
+            if synced:  # whoever steps with the gradients to come
+                entry.check_parameters()
             entry.strategy.gradients.will_scale(1.0 if factor is None else factor)
         state.observer.before_backward()  # times the backward, not the wait for weights above
         if synced and not window.uneven:

@@ -157,16 +157,6 @@ class PreparedModel:
         """Whether gradients are averaged now, after a backward that may end a window."""
         return ends and not self.strategy.pace.waits
 
-    def check_before_backward(self, *, ends: bool) -> None:
-        """Refuse what has become of the parameters, whoever steps with the gradients to come.
-
-        Args:
-            ends: whether the backward ends a window.
-        """
-        self.check_converted()
-        if ends:
-            self.check_parameters()
-
     def check_parameters(self) -> None:
         """Refuse parameters that came after ``prepare``: nobody would average their gradients."""
         self.checked = True
