@@ -13,7 +13,7 @@ import operator
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from importlib.metadata import version as installed_version
 from importlib.util import find_spec
 from pathlib import Path
@@ -422,3 +422,15 @@ def registered(log_with: Any) -> Any:
     if isinstance(log_with, list | tuple):
         return [registered(each) for each in log_with]
     return LOGGER_TYPE_TO_CLASS.get(log_with, log_with) if isinstance(log_with, str) else log_with
+
+
+def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method of a tracker run in process 0 alone where ``main_process_only`` is True."""
+
+    @wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "main_process_only", False) and not World.discover().is_main:
+            return None
+        return function(self, *args, **kwargs)
+
+    return method

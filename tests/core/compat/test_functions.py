@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from drivetrain.compat import accelerate as ours
 from drivetrain.compat.names import LOGGER_TYPE_TO_CLASS
 from drivetrain.errors import UsageError
+from drivetrain.runtime.world import World
 
 ROWS = list(range(22))
 
@@ -127,7 +128,7 @@ class Notes(ours.tracking.GeneralTracker):
         self.tracker.append((step, values))
 
 
-def test_classes_have_the_names_of_accelerate_and_others_are_refused():
+def test_classes_have_the_names_of_accelerate_and_others_are_refused(monkeypatch):
     for name in ("TensorBoardTracker", "WandBTracker", "TrackioTracker", "MLflowTracker"):
         found = getattr(ours.tracking, name)
         assert issubclass(found, ours.tracking.GeneralTracker)
@@ -146,6 +147,12 @@ def test_classes_have_the_names_of_accelerate_and_others_are_refused():
     assert kept == ["project", {"rate": 1}, (3, {"loss": 2})]
     with pytest.warns(UserWarning, match="'notes' was registered before"):
         ours.tracking.register_tracker_class(Notes)
+
+    tracker = type("Mine", (), {"log": ours.tracking.on_main_process(lambda self: 1)})()
+    monkeypatch.setattr("drivetrain.compat.names.World.discover", lambda: World(rank=1, size=2))
+    assert tracker.log() == 1
+    tracker.main_process_only = True
+    assert tracker.log() is None
 
 
 @pytest.mark.parametrize("given", [True, False])
