@@ -180,6 +180,9 @@ def test_the_peak_says_what_it_is_of():
     run, low = mock.Mock(world=world, precision=Precision.of("no")), nn.Linear(9, 9).bfloat16()
     models = [ModelSpec.of(nn.Linear(3, 3)), ModelSpec.of(low)]
     assert run_report._peak(run, models)["of"] == "bf16"
+    # It is the dtype of most numbers, not of most tensors.
+    mixed = nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16), nn.LayerNorm(8), nn.LayerNorm(8))
+    assert run_report._peak(run, [ModelSpec.of(mixed)])["of"] == "bf16"
 
     low.bias.requires_grad = False
     held, sent, apart = {"parameters": 180}, {("dp", "all_reduce"): 162}, {"pp": "activations"}
@@ -195,10 +198,6 @@ def test_the_peak_says_what_it_is_of():
     header = run_report.header_of(resolve(read_sets(["strategy={name: megatron, pp: 2}"])), run)
     assert (header["peers"], header["place"]) == ("pp=1", {"tp": 0, "dp": 0, "pp": 1})
     assert (header["rank"], header["host"]) == (2, "b")
-    # Without a precision of the run it is of the dtype of most numbers, not of most tensors.
-    mixed = nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16), nn.LayerNorm(8), nn.LayerNorm(8))
-    run = mock.Mock(world=world, precision=Precision.of("no"))
-    assert run_report._peak(run, [ModelSpec.of(mixed)])["of"] == "bf16"
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path, capsys):
