@@ -32,6 +32,7 @@ from drivetrain.model.guard import (
     Function,
     Keywords,
     asks_facts,
+    sealed,
     targets,
     writes_first,
 )
@@ -99,6 +100,18 @@ class WholeCopy:
                 "state_dict(), again, or keep a clone()"
             )
 
+    def refuse_memory(self) -> NoReturn:
+        """Refuse to give out memory, into which code writes that nobody sees.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"expected values of {self._share.name!r} as a tensor, found a function that asks for "
+            "their memory: ranks hold shares, and what is written there would be lost; take it of "
+            "a clone()"
+        )
+
     def written(self) -> None:
         """Let the shares follow."""
         if self._is_tied:
@@ -108,6 +121,9 @@ class WholeCopy:
     def cut(self) -> None:
         """Go on as ordinary memory: the tensor has got another one."""
         self._is_tied = False
+
+
+_MEMORY = (Tensor.storage, Tensor.__dlpack__)
 
 
 class WholeTensor(Tensor):
@@ -130,13 +146,15 @@ class WholeTensor(Tensor):
                 return func(*args, **kwargs)
         for one in copies:
             one.check()
+            if func in _MEMORY:
+                one.refuse_memory()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         if isinstance(result, Work):  # of a collective that writes later
             result.wait()
         for one in _written(func, args, kwargs):
             one.written()
-        return tree_map(lambda leaf: _viewed(leaf, copies), result)
+        return tree_map(lambda leaf: _viewed(leaf, copies), sealed(func, result))
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.unbind(0))
@@ -319,6 +337,18 @@ class Share:
             f"{self.name!r}; apply it before prepare(), where such a layer stays whole on each "
             "rank, or take a strategy over the axis dp alone; for lengths alone take "
             "torch.linalg.vector_norm(weight, dim=...)"
+        )
+
+    def refuse_memory(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to give a parameter other memory, or another shape of it.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"expected {self.name!r} to keep its memory and shape, of which each rank has a share, "
+            "found set_(), resize_(), t_() or the like; write values with copy_(), or set p.data to "
+            "a tensor of the parameter's shape"
         )
 
     def _check_whole(self, given: Tensor) -> None:
@@ -509,6 +539,14 @@ class ShareParameter(nn.Parameter):
         whole = nn.Parameter(self._share.values().plain(), self.requires_grad)
         return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
+    def set_(self, *_: Any) -> NoReturn:  # which torch shows to no ``__torch_function__``
+        """Refuse other memory.
+
+        Raises:
+            UsageError: always.
+        """
+        self._share.refuse_memory()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(divided over ranks, shape {tuple(self.shape)}, {self.dtype})"
 
@@ -600,6 +638,10 @@ def _replaced(
     return func(*args, **kwargs)
 
 
+_RESHAPING = """
+    resize_ resize_as_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_
+"""
+
 _SPECIAL: Mapping[Function, Callable[..., Any]] = {
     Tensor.register_hook: Share.hook_later,
     Tensor.register_post_accumulate_grad_hook: Share.hook_behind_later,
@@ -608,6 +650,7 @@ _SPECIAL: Mapping[Function, Callable[..., Any]] = {
     _GRADIENT.__set__: Share.assign_gradient,
     _GRADIENT.__delete__: lambda share: share.assign_gradient(None),
     torch.norm_except_dim: Share.refuse_weight_norm,  # which keeps the parameter in another one
+    **{getattr(Tensor, name): Share.refuse_memory for name in _RESHAPING.split()},
 }
 
 _OF_GRADIENT = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)

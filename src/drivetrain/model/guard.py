@@ -120,6 +120,16 @@ def _writes(name: str) -> bool:
     return (name.endswith("_") and not name.startswith("__")) or name in _WRITING
 
 
+_ARRAYS = (Tensor.numpy, Tensor.__array__)
+
+
+def sealed(function: Function, result: Any) -> Any:
+    """Return the result of a function on a copy; an array refuses writes: they would be lost."""
+    if function in _ARRAYS:
+        result.flags.writeable = False
+    return result
+
+
 def refuse_transforms() -> None:
     """Refuse a forward inside of a transform of ``torch.func``, such as ``grad`` or ``vmap``.
 
@@ -187,6 +197,10 @@ class GuardedParameter(nn.Parameter):
                 return func(*args, **kwargs)
         guarded = next(leaf for leaf in tree_leaves((args, kwargs)) if is_guarded(leaf))
         return guarded._guard.run(func, args, kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Tensor:  # which torch shows to no such function
+        """Take other memory."""
+        return self._guard.run(Tensor.set_, (self, *args), kwargs)  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._guard.run(nn.Parameter.__deepcopy__, (self, memo), {})
@@ -309,7 +323,7 @@ class CopyInstead(Tensor):
         if writes_first(func) and any(isinstance(leaf, cls) for leaf in first):
             raise copies[0]._refusal
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            result = sealed(func, func(*args, **kwargs))
             storages = {copy.untyped_storage()._cdata: copy._refusal for copy in copies}
             return tree_map(lambda leaf: _read_only_view(leaf, storages), result)
 

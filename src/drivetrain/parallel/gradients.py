@@ -41,7 +41,7 @@ from drivetrain.collectives.communicator import ReduceChannel, SumChannel, Tenso
 from drivetrain.collectives.volume import FlatSlice, SlicesByRank
 from drivetrain.compression.one_bit_adam import FrozenAdam
 from drivetrain.errors import DrivetrainError, StorageError, UsageError
-from drivetrain.model.guard import Arguments, Function, Keywords, read_only
+from drivetrain.model.guard import Arguments, Function, Keywords, read_only, sealed
 from drivetrain.parallel.backward import in_backward
 from drivetrain.parallel.layout import FlatLayout, ParameterSlot, flat_slices_of, offsets_in_bytes
 from drivetrain.parallel.placement import Ranks
@@ -619,8 +619,6 @@ _VALUES = frozenset(
 )
 """Methods that read values behind the back of torch's dispatch."""
 
-_ARRAYS = (Tensor.numpy, Tensor.__array__)
-
 _MEMORY = frozenset({Tensor.data_ptr, Tensor.storage, Tensor.__dlpack__})
 """Methods that ask for memory."""
 
@@ -727,10 +725,7 @@ class DividedGradient(Tensor):
         kwargs = kwargs or {}
         own = args[0] if args and isinstance(args[0], cls) else None
         if own is not None and func in _VALUES:
-            values = func(own.whole(), *args[1:], **kwargs)
-            if func in _ARRAYS:
-                values.flags.writeable = False  # a write would be lost
-            return values
+            return sealed(func, func(own.whole(), *args[1:], **kwargs))
         if own is not None and func in _MEMORY:
             raise UsageError(
                 f"expected a tensor with memory, found the gradient of {own.place.name!r}, of "

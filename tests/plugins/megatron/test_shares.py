@@ -59,8 +59,20 @@ def test_copies_pickles_and_values_after_the_end():
     same(twin.state_dict(), one.state_dict())
     with pytest.raises(UsageError, match="save state_dict"):
         pickle.dumps(model)
-    accelerator.free_memory()
     weight = model.transformer.wte.weight
+    detached = weight.detach()
+    for refused in (
+        lambda: weight.set_(detached.clone()),
+        lambda: weight.resize_(weight.shape),
+        weight.t_,
+        detached.storage,
+        lambda: torch.from_dlpack(detached),
+    ):
+        with pytest.raises(UsageError, match="memory"), torch.no_grad():
+            refused()
+    with pytest.raises(ValueError, match="read-only"):
+        detached.numpy()[0] = 0.0
+    accelerator.free_memory()
     assert weight.shape == one.transformer.wte.weight.shape
     with pytest.raises(UsageError, match="before"):
         weight.norm()
