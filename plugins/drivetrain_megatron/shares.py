@@ -346,9 +346,9 @@ class Share:
             UsageError: always.
         """
         raise UsageError(
-            f"expected {self.name!r} to keep its memory and shape, of which each rank has a share, "
-            "found set_(), resize_(), t_() or the like; write values with copy_(), or set p.data to "
-            "a tensor of the parameter's shape"
+            f"expected {self.name!r} to keep its memory and shape, of which ranks have shares, "
+            "found set_(), resize_(), t_() or the like; write values with copy_(), or set p.data "
+            "to a tensor of the parameter's shape"
         )
 
     def _check_whole(self, given: Tensor) -> None:

@@ -619,8 +619,13 @@ _VALUES = frozenset(
 )
 """Methods that read values behind the back of torch's dispatch."""
 
-_MEMORY = frozenset({Tensor.data_ptr, Tensor.storage, Tensor.__dlpack__})
-"""Methods that ask for memory."""
+_MEMORY = frozenset(
+    {
+        *(Tensor.data_ptr, Tensor.storage, Tensor.__dlpack__),
+        *(Tensor.apply_, Tensor.map_, Tensor.map2_),
+    }
+)
+"""Methods that ask for memory, or end the process where there is none."""
 
 
 class GradientPlace(Protocol):
@@ -764,6 +769,11 @@ class DividedGradient(Tensor):
 
     def _take(self, whole: Tensor) -> None:
         """Take this rank's part of other values."""
+        if whole.shape != self.shape:
+            raise UsageError(
+                f"expected the gradient of {self.place.name!r} to keep its shape "
+                f"{tuple(self.shape)}, found {tuple(whole.shape)}: every rank holds a piece of it"
+            )
         piece = self.piece()
         piece.copy_(self.place.cut(whole))
         self._changed()
@@ -870,7 +880,12 @@ def _by_wholes(func: Any, args: Arguments, kwargs: Keywords) -> Any:
         return leaf.whole() if isinstance(leaf, DividedGradient) else leaf
 
     given = tree_map(whole, tuple(args))
-    if any(isinstance(leaf, DividedGradient) for leaf in tree_leaves(kwargs.get("out"))):
+    outs = [
+        kwargs.get(each.name)
+        for each in func._schema.arguments
+        if each.kwarg_only and each.alias_info is not None and each.alias_info.is_write
+    ]
+    if any(isinstance(leaf, DividedGradient) for leaf in tree_leaves(outs)):
         raise UsageError(
             "expected an ordinary tensor as out, found a gradient of which every rank holds a "
             "piece; use p.grad.copy_(result)"
@@ -933,5 +948,9 @@ def _each(func: Any, args: Arguments, kwargs: Keywords) -> Any:
     named = func.overloadpacket.__name__.removeprefix("_foreach_")
     one: Callable[..., Any] = getattr(_ATEN, named)
     rest = [each if isinstance(each, list | tuple) else [each] * len(leads) for each in args[1:]]
-    results = [one(lead, *others, **kwargs) for lead, *others in zip(leads, *rest, strict=True)]
+    results = []
+    for lead, *others in zip(leads, *rest, strict=True):
+        # A factor of addcmul and addcdiv has a name where there is one tensor.
+        named_too = {**kwargs, "value": others.pop()} if len(others) > 2 else kwargs
+        results.append(one(lead, *others, **named_too))
     return None if func._schema.is_mutable else results

@@ -53,6 +53,8 @@ def test_two_gradients_and_more_dims_make_whole_results():
     whole, whole_row = (torch.tensor(gradient.tolist()) for gradient in (matrix, row))
     torch.testing.assert_close(matrix * row, whole * whole_row)
     torch.testing.assert_close(matrix + torch.ones(3, 4, 16), whole + torch.ones(3, 4, 16))
+    torch._foreach_addcmul_([matrix], [whole], [whole], 0.5)
+    torch.testing.assert_close(torch.tensor(matrix.tolist()), whole + 0.5 * whole * whole)
     accelerator.free_memory()
 
 
@@ -71,10 +73,17 @@ def test_it_has_no_memory_is_made_once_and_says_what_it_is():
         assert repr(grad) == f"{grad}"
         assert "of 0.weight, shape (16, 8)" in repr(grad)
         assert not grad.untyped_storage().nbytes()
-        with pytest.raises(UsageError, match="memory"):
-            grad.data_ptr()
+        for use in (grad.data_ptr, lambda: grad.apply_(abs)):  # noqa: B023
+            with pytest.raises(UsageError, match="memory"):
+                use()
         with pytest.raises(UsageError, match="out"):
             torch.mul(grad, 2.0, out=grad)
+        with pytest.raises(UsageError, match="out"):
+            torch.sort(torch.ones(16, 8), out=(grad, torch.empty(0, dtype=torch.long)))
+        with pytest.raises(ValueError, match="read-only"):
+            grad.T.numpy()[0] = 1.0
+        with pytest.raises(UsageError, match="keep its shape"):
+            grad.resize_(3, 2)
         rows = grad[3:5]
         with pytest.raises(UsageError, match=r"written into.*p\.grad\[index\] = value"):
             rows.mul_(2.0)

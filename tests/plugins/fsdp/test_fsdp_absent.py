@@ -124,6 +124,7 @@ WRITES = {
     "[0] =": lambda p: p.__setitem__(0, 1.0),
     "init": nn.init.zeros_,
     "data": lambda p: setattr(p, "data", torch.zeros(HIDDEN, WIDTH).double()),
+    "set_": lambda p: p.set_(torch.zeros(HIDDEN, WIDTH).double()),
     "data.mul_": lambda p: p.data.mul_(2.0),
     "detach().zero_": lambda p: p.detach().zero_(),
     "out": lambda p: torch.add(torch.ones(HIDDEN, WIDTH).double(), 1, out=p),
