@@ -96,8 +96,11 @@ def test_scores_are_computed_by_modules_where_ranks_share_them(monkeypatch):
     monkeypatch.setattr("drivetrain.integrations.transformers.score_by_modules", changed.append)
 
     class Base:
-        def __init__(self, ranks):
-            self.accelerator, self.model = SimpleNamespace(cell_size=ranks), ranks
+        def __init__(self, ranks, stages=1):
+            mesh = {"pp": SimpleNamespace(size=stages)}
+            self.accelerator = SimpleNamespace(cell_size=ranks, mesh=mesh)
+            self.args = SimpleNamespace(predict_with_generate=True)
+            self.model = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True))
             self.save_model = print
 
         def floating_point_ops(self, inputs):
@@ -106,7 +109,9 @@ def test_scores_are_computed_by_modules_where_ranks_share_them(monkeypatch):
     trainer = type("Trained", (StrategyTraining, Base), {})
     for ranks in (1, 2, 4):
         assert trainer(ranks).floating_point_ops(None) == 24 / ranks
-    assert changed == [2, 4]
+    with pytest.raises(UsageError, match="expected predict_with_generate=False under pp"):
+        trainer(2, stages=2)
+    assert len(changed) == 2
 
 
 DEFAULT = {("causal", "zero3", 2), ("causal", "pp", 1), ("causal", "fsdp", 1), ("sft", "pp", 2)}

@@ -398,6 +398,15 @@ class StrategyTraining:
                     f"{type(self).__name__}, found tp or pp: it deals out what it generates by "
                     "rank; take zero3 or fsdp"
                 )
+            generates = getattr(self.args, "predict_with_generate", False)
+            encodes = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+            stages = self.accelerator.mesh.get("pp")
+            if generates and encodes and stages is not None and stages.size > 1:
+                raise UsageError(
+                    "expected predict_with_generate=False under pp for a model with an encoder, "
+                    "found True: generate() calls the encoder alone, and the decoder without it, "
+                    "where stages need the calls of a training; take tp, zero3 or fsdp"
+                )
             score_by_modules(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
