@@ -505,8 +505,7 @@ class WindowGradients:
         factor = self._mean.finish() if synced else None
         for entry in state.models:
             entry.check_converted()
-            if synced:  # whoever steps with the gradients to come
-                entry.check_parameters()
+            entry.check_parameters(due=synced)  # whoever steps with the gradients to come
             entry.strategy.gradients.will_scale(1.0 if factor is None else factor)
         state.observer.before_backward()  # times the backward, not the wait for weights above
         if synced and not window.uneven:
@@ -601,8 +600,7 @@ class WindowGradients:
             self.state.run.traffic.begin_step(optimizer.param_groups)
         entries = self.state.trained_by(optimizer)
         for entry in entries:
-            if not entry.checked:
-                entry.check_parameters()
+            entry.check_parameters(due=not entry.checked)
             entry.used, entry.checked = True, False
             self._see_gradients(entry)
         taken = self._agree_to_step(optimizer, entries)

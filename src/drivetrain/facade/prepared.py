@@ -157,11 +157,15 @@ class PreparedModel:
         """Whether gradients are averaged now, after a backward that may end a window."""
         return ends and not self.strategy.pace.waits
 
-    def check_parameters(self) -> None:
-        """Refuse parameters that came after ``prepare``: nobody would average their gradients."""
-        self.checked = True
+    def check_parameters(self, *, due: bool) -> None:
+        """Refuse parameters that came after ``prepare``: nobody would average their gradients.
+
+        Args:
+            due: whether to look; in a window each parameter's gradient is averaged at its end.
+        """
+        self.checked |= due
         # Every backward comes here: by identity, since the known ones may be slow to ask anything.
-        modules, known, seen = [self.model], self.known, set()
+        modules, known, seen = [self.model] if due else [], self.known, set()
         while modules:
             module = modules.pop()
             if module in seen:
