@@ -577,8 +577,8 @@ def _place(path: Sequence[Any]) -> str:
 def _content(leaf: Any) -> str:
     if isinstance(leaf, ValuelessTensor):
         return (
-            "an output of another pipelined model, whose last stage alone has its values: put both "
-            "into one module, or train them under zero3 or fsdp"
+            "an output of a pipelined model (of another, or of this one's earlier batch), whose "
+            "last stage alone has its values: put both into one module, or take zero3 or fsdp"
         )
     if isinstance(leaf, Tensor):
         return f"{tuple(leaf.shape)} {leaf.dtype} with digest {_digest(leaf)}"

@@ -777,7 +777,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
     def gather(self, tensor: Any) -> Any:
         """Concatenate tensors of all data-parallel ranks along dim 0; every rank gets the result.
 
-        Ranks that share a batch, as tensor- and pipeline-parallel ones do, count once.
+        Ranks that share a batch, as tensor- and pipeline-parallel ones do, count once. The result
+        is detached.
 
         Args:
             tensor: a tensor or nested containers of tensors, of equal shapes on all ranks; 0-d
