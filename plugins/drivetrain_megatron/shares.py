@@ -539,7 +539,7 @@ class ShareParameter(nn.Parameter):
         whole = nn.Parameter(self._share.values().plain(), self.requires_grad)
         return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    def set_(self, *_: Any) -> NoReturn:  # which torch shows to no ``__torch_function__``
+    def set_(self, *_: Any, **__: Any) -> NoReturn:  # which torch shows to no ``__torch_function__``
         """Refuse other memory.
 
         Raises:
