@@ -539,8 +539,8 @@ class ShareParameter(nn.Parameter):
         whole = nn.Parameter(self._share.values().plain(), self.requires_grad)
         return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    def set_(self, *_: Any, **__: Any) -> NoReturn:  # which torch shows to no ``__torch_function__``
-        """Refuse other memory.
+    def set_(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse other memory: torch shows this to no ``__torch_function__``.
 
         Raises:
             UsageError: always.
