@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from drivetrain.log import get_logger
-from drivetrain.model.guard import Arguments, Function, Keywords, targets
+from drivetrain.model.guard import STANDS_FOR, Arguments, Function, Keywords, targets
 from drivetrain.model.modules import BlockHooks, hooks_of_script
 from drivetrain.model.untouched import without_values
 from drivetrain.model.valueless import SEED, ValuelessTensor, filled, random_like
@@ -361,7 +361,9 @@ def _run(block: nn.Module, compute: Function, args: Arguments, kwargs: Keywords)
         lambda leaf: random_like(leaf.facts, leaf.requires_grad).clone(),  # it may be written into
         (args, kwargs),
     )
-    with rng.fork(SEED), filled(block), torch.enable_grad():
+    with rng.fork(SEED), filled(block) as pairs, torch.enable_grad():
+        for proxy, value in pairs:
+            setattr(value, STANDS_FOR, proxy)  # as wide as the share of its rank
         block.eval()  # nothing is dropped
         return compute(*values, **named)
 

@@ -160,7 +160,8 @@ class Parallel:
         for child, name in module.__dict__.get(_SHARED, ()):
             owner = module._modules.get(child) if child else module
             held = None if owner is None else owner._parameters.get(name)
-            if type(held) in _ORDINARY and not hasattr(held, SHARE):
+            known = hasattr(held, SHARE) or hasattr(held, STANDS_FOR)
+            if type(held) in _ORDINARY and not known:
                 full = f"{child}.{name}" if child else name
                 raise UsageError(
                     f"expected this rank's share of {full!r} in {original_class(module).__name__}, "
