@@ -233,7 +233,7 @@ class Unlisted:
 
 
 STANDS_FOR = "_stands_for"
-"""The attribute of what stands in a tensor's place: which parameter that is; None for a buffer."""
+"""The attribute of what stands in a tensor's place: which one that is; None for a buffer."""
 
 
 class StandIn(GuardedParameter, Elsewhere):
