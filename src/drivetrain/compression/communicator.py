@@ -249,13 +249,13 @@ class LinkedCommunicator(HierarchicalCommunicator):
 
     @override
     def before_sums_without(self, names: Collection[str]) -> None:
-        for channel in self.channels if names else ():
+        for channel in self.channels:
             if any(span.name in names for span in channel.spans):
                 channel.copy()
 
     @override
     def give_back(self, names: Collection[str]) -> None:
-        for channel in self.channels if names else ():
+        for channel in self.channels:
             channel.give_back(names)
 
     @override

@@ -346,7 +346,7 @@ class KeptGradient:
 
     def restore(self, factor: float) -> None:
         """Undo a factor for the part of the gradient that the copy is of, if it is there."""
-        if self._entry.hooks.holds_earlier(self._parameter):
+        if self._parameter in self._entry.hooks.earlier:
             return
         # The copy carries the loss scale of its time.
         scale = self._entry.scale / self._scale if self._entry.scale and self._scale else 1.0
@@ -507,9 +507,9 @@ class WindowGradients:
             entry.check_converted()
             entry.check_parameters(due=synced)  # whoever steps with the gradients to come
             entry.strategy.gradients.will_scale(1.0 if factor is None else factor)
+            if synced and not (entry.compared or window.uneven):
+                self.weights.compare_first(entry)
         state.observer.before_backward()  # times the backward, not the wait for weights above
-        if synced and not window.uneven:
-            self.weights.compare_first()
         strategy = state.running().strategy
         counts = not self._mean.counts_nothing
         with self.explained(), state.in_backward(scaled, counts=counts, averages=synced):
@@ -712,8 +712,9 @@ class WindowGradients:
         for entry in self.state.models:
             if entry.strategy.pipeline is None:  # one refuses at a step; a window may be given up
                 self._synchronize(entry)
-            if counted or not entry.strategy.pace.waits:  # else the script has its own windows
-                entry.hooks.forget()
+            # Of a window that was given up; where gradients wait, the script has its own windows.
+            if entry.hooks.earlier and (counted or not entry.strategy.pace.waits):
+                entry.hooks.earlier.clear()
         self._mean = WindowMean(self.state, counted)
         self.finite.losses, self.finite.norms = [], {}
 

@@ -143,7 +143,7 @@ class WholeWeights:
                 everyone = communication.gather(torch.stack(sums).unsqueeze(0)).tolist()
                 _check_equal(names, everyone, steps)
 
-    def compare_first(self) -> None:
+    def compare_first(self, entry: PreparedModel) -> None:
         """Compare what ranks hold alike, before the first gradients of a model cross. Collective.
 
         Since ``prepare`` made them equal, forwards may have written into parameters, or the script.
@@ -151,14 +151,9 @@ class WholeWeights:
         Raises:
             RankMismatchError: on every rank: names the first parameter that differs.
         """
-        if self.state.world.size == 1:
+        if self.state.world.size == 1 or entry.strategy.pace.apart:
             return
-        for entry in self.state.models:
-            if not entry.compared and not entry.strategy.pace.apart:
-                entry.compared = True
-                self._check_alike(entry)
-
-    def _check_alike(self, entry: PreparedModel) -> None:
+        entry.compared = True
         line = entry.strategy.run.mesh["dp"].ranks
         mine = {
             name: int(sum_of_words(parameter))

@@ -184,11 +184,14 @@ class UserHooks:
 
     Args:
         parameters: the model's.
+
+    Attributes:
+        earlier: the gradients of before the window at hand, of parameters whose hooks wait.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._earlier: dict[nn.Parameter, Tensor | None] = {}
+        self.earlier: dict[nn.Parameter, Tensor | None] = {}
 
     def found(self) -> list[nn.Parameter]:
         """Return the parameters that have hooks of the script now."""
@@ -211,19 +214,19 @@ class UserHooks:
             averaged: tells after the backward whether it has averaged gradients.
         """
         for parameter in hooked:
-            if parameter not in self._earlier:  # hooks are for what this window's backwards bring
+            if parameter not in self.earlier:  # hooks are for what this window's backwards bring
                 if (earlier := parameter.grad) is not None:  # of another stage it is not to be set
                     earlier, parameter.grad = earlier.clone(), None
-                self._earlier[parameter] = earlier
+                self.earlier[parameter] = earlier
         taken = [_take(parameter) for parameter in hooked]
         try:
             yield
         except BaseException:
             for parameter in hooked:
-                earlier = self._earlier[parameter]
+                earlier = self.earlier[parameter]
                 if earlier is not None and parameter.grad is None:
                     parameter.grad = earlier
-            self.forget()
+            self.earlier.clear()
             raise
         finally:
             for parameter, (before, after) in zip(hooked, taken, strict=True):
@@ -237,20 +240,12 @@ class UserHooks:
         Args:
             hooked: the parameters; None: those whose hooks wait.
         """
-        waiting = [parameter for parameter in self._earlier if parameter.grad is not None]
+        waiting = [parameter for parameter in self.earlier if parameter.grad is not None]
         for parameter in waiting if hooked is None else hooked:
             self._run(parameter, *_hooks_of(parameter))
 
-    def holds_earlier(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient of before a window is here, and no part of the one at hand."""
-        return parameter in self._earlier
-
-    def forget(self) -> None:
-        """Forget gradients of before a window that was given up: the next one begins."""
-        self._earlier.clear()
-
     def _run(self, parameter: nn.Parameter, before: Hooks, after: Hooks) -> None:
-        earlier, gradient = self._earlier.pop(parameter), parameter.grad
+        earlier, gradient = self.earlier.pop(parameter), parameter.grad
         if gradient is None:
             parameter.grad = earlier
             return

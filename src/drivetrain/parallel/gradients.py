@@ -237,7 +237,7 @@ class FlatGradients:
 
     def add_up(self) -> None:
         """Add the gradients that came to those that fragments have already."""
-        having = self.flat.with_gradients() if self._came else {}
+        having = self.flat.with_gradients()
         if found := [slot for slot in having if slot in self._came]:
             torch._foreach_add_([having[s] for s in found], [self._piece_of(s) for s in found])
 
@@ -486,7 +486,8 @@ class UnitGradients:
             for part, pieces in zip(parts, flat.flat.pieces, strict=True):
                 for start, stop in pieces:
                     part.append(sent[start:stop])
-        self._reducing.before_sums_without(self._lacking())
+        if not self.present.issuperset(self.awaited):
+            self._reducing.before_sums_without(self._lacking())
         self.reduction = channel(parts)
 
     def _lacking(self) -> list[str]:
@@ -510,9 +511,11 @@ class UnitGradients:
         for flat, reduced in sent:
             flat.take_owned(reduced, replicas=replicas is not None)
         for flat in self._active:
-            flat.add_up()
+            if flat.alone:
+                flat.add_up()
         if replicas is not None and replicate:
-            replicas.before_sums_without(self._lacking())
+            if not self.present.issuperset(self.awaited):
+                replicas.before_sums_without(self._lacking())
             for flat in self._active:
                 self._crossing.append(self._cross(flat, replicas))
         return self._close()
@@ -572,7 +575,8 @@ class UnitGradients:
         Returns:
             The parameters that have a gradient, and had none on this rank.
         """
-        elsewhere, unused = [], set(self._lacking())
+        elsewhere, complete = [], self.present.issuperset(self.awaited)
+        unused = set() if complete else set(self._lacking())
         for slot, some in zip(self.awaited, present, strict=False):
             if some:
                 unused.discard(slot.name)
@@ -581,7 +585,7 @@ class UnitGradients:
                 if slot not in self.came:
                     elsewhere.append(slot)
         self.present.clear()
-        for communicator in (self._reducing, self._replicas):
+        for communicator in (self._reducing, self._replicas) if unused else ():
             if communicator is not None:
                 communicator.give_back(unused)
         return elsewhere

@@ -144,7 +144,7 @@ def test_a_kept_gradient_of_another_scale_is_restored_in_the_scale_of_now():
     entry = SimpleNamespace(
         scale=64.0,
         strategy=SimpleNamespace(gradients=lambda _: [gradient]),
-        hooks=SimpleNamespace(holds_earlier=lambda _: False),
+        hooks=SimpleNamespace(earlier={}),
     )
     kept = KeptGradient(entry, nn.Parameter(torch.zeros(2)))
     entry.scale = 128.0

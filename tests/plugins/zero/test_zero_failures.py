@@ -147,7 +147,7 @@ def test_divided_blocks_on_different_paths(mine, theirs, one, other):
     """Both ranks fail soon, with an error that says which blocks each of them wanted."""
     accelerator = start(SHARDED, config=WAITING)
     twins = Twins(accelerator, NET)
-    accelerator._weights.compare_first = lambda: None  # where all ranks would meet before
+    accelerator._weights.compare_first = lambda entry: None  # where all ranks would meet before
     twins.model.order = theirs if twins.axis.rank else mine
     with pytest.raises(CollectiveError, match="the ranks took different paths") as caught:
         accelerator.backward(NET.loss(twins.model, numbers(9, twins.axis.rank)))
