@@ -83,6 +83,11 @@ def combine(*values: int) -> int:
     return state
 
 
+def _combined(value: int, other: int) -> int:
+    """Return ``combine`` of a number and of another one, which was mixed before."""
+    return mix(mix(mix(value + _GOLDEN64) + _GOLDEN64) + _GOLDEN64 + other)
+
+
 def keep_mask(
     key: int,
     shape: Sequence[int],
@@ -449,7 +454,8 @@ logger = get_logger(__name__)
 _CHECK_BITS = 16
 
 
-_AFTER_SITE, _AFTER_BLOCK = 1, 2
+_AFTER_SITE, _AFTER_BLOCK, _CHECK = (mix(value + _GOLDEN64) for value in (1, 2, _CHECK_BITS))
+"""Mixed once: every block and every dropout combines a state with them."""
 
 
 class Dropout(Uncopied):
@@ -479,7 +485,8 @@ class Dropout(Uncopied):
         self._modules: list[nn.Module] = []
         self._staged: tuple[nn.Module, ...] = ()
         self._handles: list[RemovableHandle] = []
-        self._entered: dict[nn.Module, int] = {}
+        self._entered: dict[nn.Module, int | None] = {}
+        self._latest: int | None = None
         self._several = False
         self._before: rng.Snapshot | None = None
 
@@ -558,11 +565,11 @@ class Dropout(Uncopied):
             return
         self._numbered, self._dropped = number is not None, False
         own = self.forwards if number is None else number
-        state = combine(*self._source, own)
+        self._latest = state = _packed(combine(*self._source, own))
         if self._several and self._before is None:
             self._before = rng.Snapshot()
         try:
-            with rng.fork(_packed(state), self._before):
+            with rng.fork(state, self._before):
                 yield
         finally:
             self._numbered = False
@@ -605,8 +612,8 @@ class Dropout(Uncopied):
         Raises:
             UsageError: ranks could draw different masks, because no forward of the model runs.
         """
-        state = torch.initial_seed()
-        if not _is_ours(state):
+        state = self._state()
+        if state is None:
             if self._ranks.size > 1:
                 raise UsageError(
                     "expected dropout inside of a forward of the prepared model, or where it is "
@@ -616,8 +623,14 @@ class Dropout(Uncopied):
                     "preserve_rng_state=True"
                 )
             return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-        torch.default_generator.manual_seed(_packed(combine(state, _AFTER_SITE)))
+        self._latest = _packed(_combined(state, _AFTER_SITE))
+        torch.default_generator.manual_seed(self._latest)
         return mix(state)
+
+    def _state(self) -> int | None:
+        """Return the state of the chain at this moment; None where none is under way."""
+        seed = torch.initial_seed()
+        return seed if seed == self._latest or _is_ours(seed) else None
 
     def drop(self, site: Site, x: Tensor, p: float) -> Tensor:
         """Return this rank's tensor without the elements dropped with probability p, others scaled.
@@ -654,13 +667,14 @@ class Dropout(Uncopied):
 
     @_disable_dynamo  # the hooks of a block that a script has compiled are compiled, too
     def _enter_block(self, module: nn.Module, args: Any) -> None:
-        self._entered[module] = torch.initial_seed()
+        self._entered[module] = self._state()
 
     @_disable_dynamo
     def _leave_block(self, module: nn.Module, args: Any, output: Any) -> None:
-        state = self._entered.pop(module, 0)
-        if _is_ours(state):  # of devices, too
-            rng.seed_torch(_packed(combine(state, _AFTER_BLOCK)))
+        state = self._entered.pop(module, None)
+        if state is not None:
+            self._latest = _packed(_combined(state, _AFTER_BLOCK))
+            rng.seed_torch(self._latest)  # of devices, too
 
 
 def _packed(state: int) -> int:
@@ -674,7 +688,7 @@ def _is_ours(seed: int) -> bool:
 
 
 def _check(upper: int) -> int:
-    return combine(upper, _CHECK_BITS) % (1 << _CHECK_BITS)
+    return _combined(upper, _CHECK) % (1 << _CHECK_BITS)
 
 
 # --- all other random draws: the same numbers on the ranks that share layers ---
