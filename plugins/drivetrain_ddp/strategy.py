@@ -360,7 +360,7 @@ class BucketReducer:
         config: DdpConfig,
         rounds: Rounds,
     ) -> None:
-        self.rounds = rounds
+        self.rounds, rounds.cut_short = rounds, self._refuse
         self._parameters = [parameter for _, parameter in parameters]
         self._names = [name for name, _ in parameters]
         self._communicator = communicator
@@ -482,6 +482,14 @@ class BucketReducer:
             for slot in state.slots:
                 if slot.view.data_ptr() != slot.address:
                     self._bring_back(slot)
+
+    def _refuse(self) -> None:
+        self.rounds.give_up()
+        raise UsageError(
+            "expected a forward, or accelerator.backward(loss), after a backward that an exception "
+            "has ended, found loss.backward(), which adds to gradients that are on their way to "
+            "other ranks; call accelerator.backward(loss)"
+        )
 
     def _bring_back(self, slot: BucketSlot) -> None:
         """Put a gradient into its bucket again after ``p.grad.data = tensor``."""

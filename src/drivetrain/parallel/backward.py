@@ -47,6 +47,7 @@ class Rounds:
         reentrant: whether a gradient may come more than once in a round.
         synchronizing: whether a backward is a round; if not, gradients stay where they are.
         kept: whether gradients of backwards that were no rounds wait for the next round.
+        cut_short: ends a round that an exception has cut short, where the next backward has begun.
     """
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
@@ -54,6 +55,7 @@ class Rounds:
         self.synchronizing = True
         self.kept = False
         self.reentrant = False
+        self.cut_short = self.finish
         self._begin = begin
         self._end = end
         self._task: int | None = None
@@ -69,7 +71,7 @@ class Rounds:
             if nested:
                 self.reentrant = True
                 return
-            self.finish()  # an exception cut the round short
+            self.cut_short()
         if self._task is None:
             self.count += 1
             self._begin()
@@ -80,6 +82,7 @@ class Rounds:
 
     def run(self, backward: Callable[[], None]) -> None:
         """Run a backward as a round, also where it reaches no parameter of this rank."""
+        self.finish()  # what an exception cut short: gradients are about to be added to it
         before = self.count
         backward()
         if self.count == before and self._task is None:  # other ranks may have gradients

@@ -185,6 +185,21 @@ def test_an_exception_in_backward_good_steps_and_a_loss_that_misses_the_model_on
         model.zero_grad()
         strategy.backward(other * 1 if rank else loss_of(model, batch(step, 0)))
         assert_grads(model, [grad / 2 for grad in mean_grads(model, [step], 1)])
+    # Both forwards come first: no forward ends what the exception has cut short.
+    model.zero_grad()
+    kept = loss_of(model, batch(0, rank)), loss_of(model, batch(1, rank))
+    expected = mean_grads(model, [0], 2)
+    with pytest.raises(ArithmeticError):
+        strategy.backward(loss_of(model[2:], Failing.apply(model[:2](batch(9, rank)))))
+    strategy.backward(kept[0])
+    cut = mean_grads(model, [9], 2)
+    assert_grads(
+        model, expected[:2] + [one + two for one, two in zip(expected, cut, strict=True)][2:]
+    )
+    with pytest.raises(ArithmeticError):
+        strategy.backward(loss_of(model[2:], Failing.apply(model[:2](batch(9, rank)))))
+    with pytest.raises(UsageError, match="after a backward that an exception has ended"):
+        kept[1].backward()
     strategy.close()
 
 
