@@ -42,7 +42,7 @@ def random_config(generator):
 
 
 def test_every_parameter_has_one_place_in_units_as_backward_reaches_them():
-    """Of any kind, cut in any way, for any number of ranks: tests/core/sharding has the shares."""
+    """Of any kind, cut in any way, for any number of ranks: tests/core/parallel has the shares."""
     for seed in range(60):
         generator = random.Random(seed)
         specs, config = random_specs(generator), random_config(generator)
