@@ -14,7 +14,6 @@ The state of each rank in the eyes of a launcher: plain values, which travel bet
 
 import dataclasses
 import json
-import mmap
 import os
 import re
 import shutil
@@ -33,7 +32,7 @@ from pydantic import TypeAdapter
 
 import drivetrain
 import drivetrain_launch
-from drivetrain.runtime.board import SIZE, OperationView, read_board
+from drivetrain.runtime.board import OperationView, read_board
 
 # --- what a rank answers when its launcher asks ---
 
@@ -393,21 +392,19 @@ class BoardReader:
 
     def __init__(self, rank: int, pid: int, path: Path) -> None:
         self.rank, self.pid, self.path = rank, pid, path
-        self._memory: mmap.mmap | None = None
         self._last = b""
         self._changed = time.monotonic()
 
     def read(self) -> RankView | None:
         """Return the rank's state, None before it has made its board."""
-        memory = self._map()
-        if memory is None:
+        try:
+            earlier = self.path.read_bytes()
+            time.sleep(STEADY_S)
+            shown = self.path.read_bytes()
+        except FileNotFoundError:
             return None
-        earlier = memory[:]
-        time.sleep(STEADY_S)
-        shown = memory[:]
         now = time.monotonic()
-        board = read_board(shown, now)
-        before = board if earlier == shown else read_board(earlier, now)
+        before, board = (read_board(each, now) if each else None for each in (earlier, shown))
         if before is None or board is None:
             return None
         if shown != self._last:
@@ -423,16 +420,3 @@ class BoardReader:
             ),
             state=state_of(self.pid),
         )
-
-    def close(self) -> None:
-        """Unmap the board."""
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
-
-    def _map(self) -> mmap.mmap | None:
-        if self._memory is None:
-            with suppress(FileNotFoundError), self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size >= SIZE:
-                    self._memory = mmap.mmap(file.fileno(), SIZE, prot=mmap.PROT_READ)
-        return self._memory

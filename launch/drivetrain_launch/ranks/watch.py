@@ -464,8 +464,6 @@ class HangWatch:
     def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
-        for reader in self._readers:
-            reader.close()
 
     # --- the thread ---
 
