@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
-from typing import IO, NamedTuple, TextIO
+from typing import IO, TextIO, TypeAlias
 
 import psutil
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
@@ -29,14 +29,13 @@ from drivetrain_launch.console import say
 from drivetrain_launch.ranks.answers import BOARD_VARIABLE, status_of
 from drivetrain_launch.ranks.channel import SECRET_VARIABLE, shared_secret
 from drivetrain_launch.ranks.failure import (
-    EarlyEnd,
     Ending,
-    Failure,
+    RankEnd,
     Signals,
     Stopped,
     blamed,
     board_of,
-    read_failure,
+    read_end,
 )
 from drivetrain_launch.ranks.meeting import HostMeeting, SeveralHosts, SingleHost
 from drivetrain_launch.ranks.placement import (
@@ -65,11 +64,8 @@ LONGEST_LINE = 65536
 """Characters after which a line is shown although it goes on."""
 
 
-class Streams(NamedTuple):
-    """The files that a rank gets as its output stream and its error stream; None is the console."""
-
-    stdout: IO[bytes] | None = None
-    stderr: IO[bytes] | None = None
+Streams: TypeAlias = tuple[IO[bytes] | None, IO[bytes] | None]
+"""The files that a rank gets as its output stream and its error stream; None is the console."""
 
 
 class Output:
@@ -99,11 +95,11 @@ class Output:
         if self._folder is not None:
             return self._files(rank, self._folder)
         if rank == 0:
-            return Streams()
+            return None, None
         read, write = os.pipe()
         self._pipes[rank] = os.fdopen(read, encoding="utf-8", errors="replace")
         quiet = self._given.enter_context(open(os.devnull, "wb"))  # noqa: SIM115, PTH123
-        return Streams(quiet, self._given.enter_context(os.fdopen(write, "wb")))
+        return quiet, self._given.enter_context(os.fdopen(write, "wb"))
 
     def follow(self) -> None:
         """Show lines from now on: all ranks have started, and have their streams."""
@@ -131,7 +127,8 @@ class Output:
         if rank == 0:
             self._followed[sys.stdout][rank] = str(paths[0])
         self._followed[sys.stderr][rank] = str(paths[1])
-        return Streams(*(self._given.enter_context(path.open("wb")) for path in paths))
+        stdout, stderr = (self._given.enter_context(path.open("wb")) for path in paths)
+        return stdout, stderr
 
 
 def keep_earlier(path: Path) -> None:
@@ -191,15 +188,15 @@ class RankProcesses:
         self._told: set[int] = set()
         self._stopped: set[int] = set()
         for rank, environment in environments.items():
-            streams = output.streams(rank)
+            stdout, stderr = output.streams(rank)
             # A rank begins with a blocked signal, which waits: without a handler it would end it.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
             try:
                 self._processes[rank] = Popen(  # noqa: S603 - a list of arguments
                     list(command),
                     env={**environment, "TORCHELASTIC_ERROR_FILE": str(self._error_file(rank))},
-                    stdout=streams.stdout,
-                    stderr=streams.stderr,
+                    stdout=stdout,
+                    stderr=stderr,
                     start_new_session=True,
                 )
             finally:
@@ -260,17 +257,16 @@ class RankProcesses:
         host = socket.gethostname()
         failures, ended, stopped = [], [], []
         for rank, moment in self._ends.items():
-            code = self._code(rank)
-            failure = self._failure(rank, host, code, moment)
+            end = self._end(rank, host, moment)
             # Processes that have no handler for SIGTERM end so.
-            died_of_it = code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+            died_of_it = end.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
             was_stopped = rank in self._stopped or (rank in self._told and died_of_it)
-            if was_stopped and not failure.summary:
+            if was_stopped and not end.summary:
                 stopped.append(rank)
-            elif code in (0, PREEMPTED) and rank not in self._held:
-                ended.append(EarlyEnd(rank=rank, host=host, code=code, time=moment))
+            elif end.code in (0, PREEMPTED) and rank not in self._held:
+                ended.append(end)
             else:
-                failures.append(failure)
+                failures.append(end)
         return Ending(
             failures=tuple(failures), ended=tuple(ended), stopped=tuple(stopped), signal=asked
         )
@@ -282,16 +278,16 @@ class RankProcesses:
             time.sleep(POLL_S)
             self.poll()
 
-    def _failure(self, rank: int, host: str, code: int, moment: float) -> Failure:
-        pid, path = self._processes[rank].pid, self._error_file(rank)
-        failure = read_failure(rank, host, pid, code, moment, path)
+    def _end(self, rank: int, host: str, moment: float) -> RankEnd:
+        pid, code = self._processes[rank].pid, self._code(rank)
+        end = read_end(rank, host, pid, code, moment, self._error_file(rank))
         if rank not in self._held:
-            return failure
+            return end
         summary = (
             f"process {pid} of rank {rank} does not end after SIGKILL, state {self._held[rank]}; "
             "look for a disk or a device of this host that does not answer"
         )
-        return replace(failure, time=moment, summary=summary, traceback="", collateral=False)
+        return replace(end, time=moment, summary=summary, traceback="", collateral=False)
 
     def _error_file(self, rank: int) -> Path:
         return self._private / f"rank-{rank}.error.json"
@@ -377,8 +373,7 @@ def _attempts(job: HostJob, meeting: HostMeeting, signals: Signals, started: set
             say=say,
         )
         with watch:
-            grace_s = job.launch.grace_s
-            ending = _watch(ranks, meeting, assignment, watch, works, signals, grace_s)
+            ending = _watch(ranks, meeting, assignment, watch, works, signals, job.launch.grace_s)
         signals.record(False)
         ending = replace(blamed(ending, watch.hang), saved=_saved(job))
         verdict = meeting.conclude(ending)

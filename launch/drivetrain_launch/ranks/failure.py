@@ -32,12 +32,7 @@ NO_PROGRESS = 93
 """Exit code of a run that failed again and again and saved nothing new: do not start it again."""
 
 CANNOT_HEAL = frozenset(
-    {
-        ConfigError.exit_code,
-        CheckpointError.exit_code,
-        NonFiniteError.exit_code,
-        NO_PROGRESS,
-    }
+    {ConfigError.exit_code, CheckpointError.exit_code, NonFiniteError.exit_code, NO_PROGRESS}
 )
 """Exit codes of errors that a restart would only repeat."""
 
@@ -52,14 +47,15 @@ LONGEST_TEXT = 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """How one rank failed.
+class RankEnd:
+    """How one rank ended.
 
     Attributes:
         rank: its global rank.
         host: the name of its host.
         pid: its process id.
-        code: its exit code; -N when signal N killed it; 0 for a process that does not end.
+        code: its exit code; -N when signal N killed it; of a failure 0 for a process that does not
+            end.
         time: of the rank's error, or else of the moment when its end was noticed; seconds since the
             epoch, by the clock of the host that judges.
         summary: the last line of the traceback, or "".
@@ -78,7 +74,7 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the launcher for this failure."""
+        """Exit code of the launcher where this is the first failure."""
         return self.code if self.code > 0 else KILLED
 
     @property
@@ -98,23 +94,6 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EarlyEnd:
-    """A rank that ended by itself, without a failure.
-
-    Attributes:
-        rank: its global rank.
-        host: the name of its host.
-        code: 0, or ``PREEMPTED``.
-        time: when it ended, as in ``Failure``.
-    """
-
-    rank: int
-    host: str
-    code: int
-    time: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
     """How the ranks of one host ended in one attempt.
 
@@ -129,8 +108,8 @@ class Ending:
             Accelerator.
     """
 
-    failures: tuple[Failure, ...] = ()
-    ended: tuple[EarlyEnd, ...] = ()
+    failures: tuple[RankEnd, ...] = ()
+    ended: tuple[RankEnd, ...] = ()
     stopped: tuple[int, ...] = ()
     signal: int = 0
     noticed: bool = False
@@ -253,14 +232,14 @@ class IdleAttempts:
         return self._idle
 
 
-def read_failure(rank: int, host: str, pid: int, code: int, noticed: float, path: Path) -> Failure:
-    """Describe a failed rank, with the error in the rank's file, if any."""
+def read_end(rank: int, host: str, pid: int, code: int, noticed: float, path: Path) -> RankEnd:
+    """Describe the end of a rank, with the error in the rank's file, if any."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
     except (OSError, ValueError, KeyError):
         message = {}
     details = message.get("extraInfo", {})
-    return Failure(
+    return RankEnd(
         rank=rank,
         host=host,
         pid=pid,
@@ -272,7 +251,7 @@ def read_failure(rank: int, host: str, pid: int, code: int, noticed: float, path
     )
 
 
-def first(failures: Iterable[Failure]) -> Failure:
+def first(failures: Iterable[RankEnd]) -> RankEnd:
     """Return the failure that caused the others.
 
     The earliest failure counts; but a rank that lost its peers gives way to a rank that failed for
@@ -288,7 +267,7 @@ def first(failures: Iterable[Failure]) -> Failure:
 
 
 def report(
-    failures: Iterable[Failure], ended: Iterable[EarlyEnd] = (), stopped: Iterable[int] = ()
+    failures: Iterable[RankEnd], ended: Iterable[RankEnd] = (), stopped: Iterable[int] = ()
 ) -> tuple[str, int]:
     """Describe the failures of an attempt.
 
@@ -317,7 +296,7 @@ def report(
     return "\n".join(lines), root.exit_code
 
 
-def _headline(root: Failure, ended: Iterable[EarlyEnd]) -> str:
+def _headline(root: RankEnd, ended: Iterable[RankEnd]) -> str:
     """Name the rank that failed first, or the rank that left early and made another one fail."""
     left = sorted(ended, key=lambda end: (end.time, end.rank))
     where = f"host {root.host}, pid {root.pid}, {root.ending}"
@@ -345,7 +324,7 @@ def blamed(ending: Ending, hang: Hang | None) -> Ending:
         return ending
     rank = (hang.culprits or hang.waiting)[0]
     view = hang.views[rank]
-    failure = Failure(
+    failure = RankEnd(
         rank=rank,
         host=view.host,
         pid=view.pid,

@@ -404,6 +404,10 @@ class Variables:
             )
         return index
 
+    def slot(self, name: str, count_name: str) -> Slot:
+        """Return a rank's slot from its index on the host and the number of ranks there."""
+        return Slot(local_rank=self.index(name, count_name), local_size=self.number(count_name))
+
     def shown(self, *names: str) -> str:
         """Return ``NAME=TEXT`` of variables that are set, for the user."""
         return ", ".join(f"{name}={self.text(name)}" for name in names if self.text(name))
@@ -577,8 +581,7 @@ def _pet(variables: Variables) -> Surroundings | None:
         if not place:
             place = _master(variables, "PET_")
             said = variables.shown("PET_MASTER_ADDR", "PET_MASTER_PORT")
-        index = variables.index(rank, "PET_NNODES", count)
-        entries += _hosts(variables, count, "PET_NNODES", index, rank, place, said)
+        entries += _hosts(variables, "PET_NNODES", rank, place, said, count)
     run = variables.text("PET_RDZV_ID")
     return Surroundings(name="torchrun's variables", entries=tuple(entries), run=run)
 
@@ -590,27 +593,23 @@ def _mpi(name: str, rank: str, size: str, local: str, local_size: str) -> Callab
         if not variables.text(rank) or variables.number(size, minimum=1) == 1:
             return None
         variables.require(name, rank, size, local, local_size)
-        index, count = variables.index(rank, size), variables.number(size)
-        slot = Slot(
-            local_rank=variables.index(local, local_size),
-            local_size=variables.number(local_size),
-        )
+        first, slot = not variables.index(rank, size), variables.slot(local, local_size)
         if variables.text("MASTER_ADDR"):
-            entries = _one_rank(variables, count, size, index, rank)
+            entries = _one_rank(variables, size, rank, _master(variables), "MASTER_ADDR")
             return Surroundings(name=name, entries=entries, slot=slot)
-        host, job, said = _first_of_open_mpi(name, variables, index, slot.local_size == count)
+        on_one_host = slot.local_size == variables.number(size)
+        host, job, said = _first_of_open_mpi(name, variables, first, on_one_host)
         port = variables.text("MASTER_PORT") or str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)
-        hosts = _hosts(variables, count, size, index, rank, _endpoint(host, port), said)
-        entries = (_alone(variables, size), *hosts)
+        entries = _one_rank(variables, size, rank, _endpoint(host, port), said)
         return Surroundings(name=name, entries=entries, slot=slot, run=job)
 
     return recogniser
 
 
 def _first_of_open_mpi(
-    name: str, variables: Variables, index: int, on_one_host: bool
+    name: str, variables: Variables, first: bool, on_one_host: bool
 ) -> tuple[str, str, str]:
-    """Return the first process's address, the job, and the variables that told them.
+    """Return the first process's address, the job, and the variable that told it.
 
     ``mpirun`` of Open MPI 4 tells all processes the addresses of its own host, where it starts the
     first process, unless a list of hosts says otherwise. Of several nobody knows which one all
@@ -620,13 +619,13 @@ def _first_of_open_mpi(
     found = re.search(r"tcp6?://\[?([^];]+?)\]?:\d+", variables.text(uri))
     hosts = [LOOPBACK] if on_one_host else found[1].split(",") if found else []
     own = {each.address.partition("%")[0] for each in chain(*psutil.net_if_addrs().values())}
-    if len(hosts) != 1 or not variables.text(job) or (index == 0 and hosts[0] not in own):
+    if len(hosts) != 1 or not variables.text(job) or (first and hosts[0] not in own):
         raise ConfigError(
             f"{name} tells no process the address of the first: expected the variable "
             "MASTER_ADDR, found none; give it to all of them, for example 'mpirun -x "
             "MASTER_ADDR=$(hostname) ...'"
         )
-    return hosts[0], variables.text(job), variables.shown(job if on_one_host else uri)
+    return hosts[0], variables.text(job), job if on_one_host else uri
 
 
 def _slurm(variables: Variables) -> Surroundings | None:
@@ -659,22 +658,14 @@ def _slurm(variables: Variables) -> Surroundings | None:
     place = _endpoint(names[0], str(FIRST_PORT + (job * 10 + step) % PORTS))
     run = f"{job}.{step}"
     if tasks == nodes:
-        node = variables.index("SLURM_NODEID", nodes_name)
         said = variables.shown(list_name, "SLURM_JOB_ID")
-        entries = _hosts(variables, nodes, nodes_name, node, "SLURM_NODEID", place, said)
+        entries = _hosts(variables, nodes_name, "SLURM_NODEID", place, said)
         return Surroundings(name="SLURM", entries=entries, run=run)
     per_node = variables.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     variables.require("SLURM", "SLURM_LOCALID", per_node)
-    index, node = variables.index("SLURM_PROCID", tasks_name), variables.number("SLURM_NODEID")
-    slot = Slot(
-        local_rank=variables.number("SLURM_LOCALID"),
-        local_size=tasks_on(variables.text(per_node), node),
-    )
-    said = variables.shown(list_name)
-    entries = (
-        _alone(variables, tasks_name),
-        *_hosts(variables, tasks, tasks_name, index, "SLURM_PROCID", place, said),
-    )
+    entries = _one_rank(variables, tasks_name, "SLURM_PROCID", place, list_name)
+    local_size = tasks_on(variables.text(per_node), variables.number("SLURM_NODEID"))
+    slot = Slot(local_rank=variables.number("SLURM_LOCALID"), local_size=local_size)
     return Surroundings(name="SLURM", entries=entries, run=run, slot=slot)
 
 
@@ -690,9 +681,8 @@ def _skypilot(variables: Variables) -> Surroundings | None:
             f"the variables {count_name}={variables.text(count_name)} and SKYPILOT_NODE_IPS with "
             f"{len(addresses)} addresses contradict each other; {OVERRIDE}"
         )
-    index = variables.index("SKYPILOT_NODE_RANK", count_name)
-    place, rank = _endpoint(addresses[0], str(SKYPILOT_PORT)), "SKYPILOT_NODE_RANK"
-    entries = _hosts(variables, len(addresses), count_name, index, rank, place, "SKYPILOT_NODE_IPS")
+    place = _endpoint(addresses[0], str(SKYPILOT_PORT))
+    entries = _hosts(variables, count_name, "SKYPILOT_NODE_RANK", place, "SKYPILOT_NODE_IPS")
     return Surroundings(name="SkyPilot", entries=entries, run=variables.text("SKYPILOT_TASK_ID"))
 
 
@@ -711,19 +701,18 @@ def _plain(variables: Variables) -> Surroundings | None:
     if variables.number("WORLD_SIZE", minimum=1) == 1:
         return None
     variables.require("one process per rank", *names, "MASTER_ADDR")
-    index, count = variables.index(*names), variables.number("WORLD_SIZE")
-    slot = Slot()
-    if variables.text("LOCAL_WORLD_SIZE"):
-        local_rank = variables.index("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        slot = Slot(local_rank=local_rank, local_size=variables.number("LOCAL_WORLD_SIZE"))
-    entries = _one_rank(variables, count, "WORLD_SIZE", index, "RANK")
+    entries = _one_rank(variables, "WORLD_SIZE", "RANK", _master(variables), "MASTER_ADDR")
+    told = variables.text("LOCAL_WORLD_SIZE")
+    slot = variables.slot("LOCAL_RANK", "LOCAL_WORLD_SIZE") if told else Slot()
     return Surroundings(name="RANK and WORLD_SIZE", entries=entries, slot=slot)
 
 
 def _hosts(
-    variables: Variables, count: int, size: str, index: int, rank: str, place: str, said: str
+    variables: Variables, size: str, rank: str, place: str, said: str, count: int = 0
 ) -> Entries:
     """Return the entries about several hosts, from the variables of their number and index."""
+    index = variables.index(rank, size, count)
+    count = count or variables.number(size)
     return (
         ("launch.nnodes", count, variables.shown(size)),
         ("launch.node_rank", index, variables.shown(rank)),
@@ -731,14 +720,10 @@ def _hosts(
     )
 
 
-def _one_rank(variables: Variables, count: int, size: str, index: int, rank: str) -> Entries:
-    """Return the entries of a process that is one rank, and was told the address of the first."""
-    place, said = _master(variables), variables.shown("MASTER_ADDR")
-    return _alone(variables, size), *_hosts(variables, count, size, index, rank, place, said)
-
-
-def _alone(variables: Variables, size: str) -> tuple[str, Any, str]:
-    return "launch.nproc_per_node", 1, f"one process per rank, {variables.shown(size)}"
+def _one_rank(variables: Variables, size: str, rank: str, place: str, told: str) -> Entries:
+    """Return the entries of a process that is one rank, and was told the place of the first."""
+    alone = "launch.nproc_per_node", 1, f"one process per rank, {variables.shown(size)}"
+    return alone, *_hosts(variables, size, rank, place, variables.shown(told))
 
 
 def _master(variables: Variables, prefix: str = "") -> str:

@@ -14,10 +14,9 @@ from drivetrain_launch.ranks.failure import (
     LONGEST_TEXT,
     MOST_IDLE,
     NO_PROGRESS,
-    EarlyEnd,
     Ending,
-    Failure,
     IdleAttempts,
+    RankEnd,
     blamed,
     first,
     judge,
@@ -36,13 +35,13 @@ from waiting_ranks import operation, view
 
 
 def failure(rank, time, *, collateral=False, code=1, summary=""):
-    return Failure(
+    return RankEnd(
         rank=rank, host="n1", pid=1, code=code, time=time, collateral=collateral, summary=summary
     )
 
 
 def end(rank, code=0, time=1.0):
-    return EarlyEnd(rank=rank, host="n2", code=code, time=time)
+    return RankEnd(rank=rank, host="n2", pid=1, code=code, time=time)
 
 
 def test_first_failure():

@@ -4,7 +4,7 @@ import time
 
 from drivetrain.config import LaunchConfig
 from drivetrain_launch.ranks.coordinator import Member, late, misfit, missing, overdue
-from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure
+from drivetrain_launch.ranks.failure import Ending, RankEnd
 from drivetrain_launch.ranks.meeting import SingleHost
 from drivetrain_launch.ranks.placement import Assignment, HostJob
 
@@ -17,7 +17,7 @@ def member(index, ending=None):
 
 
 def saved(seconds_ago, signal=15):
-    end = EarlyEnd(rank=0, host="n", code=75, time=1000.0 - seconds_ago)
+    end = RankEnd(rank=0, host="n", pid=1, code=75, time=1000.0 - seconds_ago)
     return Ending(ended=(end,), signal=signal)
 
 
@@ -53,7 +53,7 @@ def test_a_newcomer_of_another_run_or_without_a_place_is_refused():
 
 
 def test_restarts_of_a_host_are_counted():
-    failure = Failure(rank=0, host="n", pid=1, code=1, time=1.0)
+    failure = RankEnd(rank=0, host="n", pid=1, code=1, time=1.0)
     job = HostJob(launch=LaunchConfig(max_restarts=2), arguments=(), ranks=1, variables={},
                   private=None, config=None)  # fmt: skip
     host = SingleHost(job)

@@ -24,7 +24,7 @@ from drivetrain.observe.figures import RankTimes
 from drivetrain.runtime.board import PREEMPTED
 from drivetrain_launch.ranks import coordinator, meeting
 from drivetrain_launch.ranks.channel import Channel, NotAuthenticError, greet_client, greet_server
-from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure, RunOver
+from drivetrain_launch.ranks.failure import Ending, RankEnd, RunOver
 from drivetrain_launch.ranks.meeting import SeveralHosts
 from drivetrain_launch.ranks.placement import Endpoint, HostJob, Slot, listening_address
 from drivetrain_launch.ranks.preflight import HostProbe
@@ -164,7 +164,7 @@ def joined(port, index, **settings):
 
 
 def fail(rank, code=1, **more):
-    return Ending(failures=(Failure(rank=rank, host="n", pid=1, code=code, time=0, **more),))
+    return Ending(failures=(RankEnd(rank=rank, host="n", pid=1, code=code, time=0, **more),))
 
 
 def test_every_host_gets_its_place_and_one_verdict_per_attempt(port):
@@ -302,7 +302,7 @@ def test_a_silent_host_is_lost_on_both_sides(port, monkeypatch):
         assert f"host 0 at 127.0.0.1:{port} is lost: " in verdict.text
 
 
-SAVED = Ending(ended=(EarlyEnd(rank=0, host="n", code=PREEMPTED, time=0),))
+SAVED = Ending(ended=(RankEnd(rank=0, host="n", pid=1, code=PREEMPTED, time=0),))
 
 
 def test_hosts_that_are_left_go_on_and_one_that_comes_back_joins_after_a_save(port, monkeypatch):
@@ -347,7 +347,7 @@ def test_scheduler_that_ends_the_run_is_not_taken_for_a_host_that_came(port, mon
             assert caught.value.code == PREEMPTED  # requeued as the others are
 
 
-WELL = Ending(ended=(EarlyEnd(rank=0, host="n", code=0, time=0),))
+WELL = Ending(ended=(RankEnd(rank=0, host="n", pid=1, code=0, time=0),))
 
 
 @pytest.mark.exhaustive
