@@ -34,7 +34,7 @@ from drivetrain.config import Layer, ValueOrigin
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.cost import Cost, ModelSpec, TensorSpec, Traffic
 from drivetrain.data.examples import Candidate, batches_as_arguments, first_rows, guessed_inputs
-from drivetrain.errors import ConfigError, DrivetrainError, in_words
+from drivetrain.errors import ConfigError, DrivetrainError, refusing
 from drivetrain.hardware.sizes import DEVICES, GIB, parameter_count, size_text
 from drivetrain.registry import Registry, strategies
 from drivetrain.runtime.mesh import Mesh
@@ -278,19 +278,12 @@ def of_transformers(path: Path) -> nn.Module:
             f"{path}: expected transformers to be installed, found {error}; pip install "
             "transformers"
         ) from error
-    try:
+    expected = f"{path}: expected a configuration of transformers"
+    with refusing(expected, "give the config.json of a model"):
         facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: expected a configuration of transformers: {in_words(error)}; give the "
-            "config.json of a model"
-        ) from error
     kind = facts.pop("model_type", None)
     if kind is None:
-        raise ConfigError(
-            f"{path}: expected a configuration of transformers with a model_type, found "
-            f"{', '.join(list(facts)[:5])}"
-        )
+        raise ConfigError(f"{expected} with a model_type, found {', '.join(list(facts)[:5])}")
     try:
         config = transformers.AutoConfig.for_model(kind, **facts)
         (name,) = (config.architectures or [""])[:1]

@@ -20,6 +20,8 @@ import json
 import os
 import pathlib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -73,18 +75,31 @@ class ConfigError(DrivetrainError):
     exit_code = 2
 
 
+@contextmanager
+def refusing(what: str, way_out: str) -> Iterator[None]:
+    """Context in which what the system, or the form of a text, refuses is a wrong configuration.
+
+    Args:
+        what: was expected, or cannot be done.
+        way_out: for the user.
+
+    Raises:
+        ConfigError: the block has raised an OSError or a ValueError.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what}: {in_words(error)}; {way_out}") from error
+
+
 def write_text(path: pathlib.Path, text: str) -> None:
     """Write a file that a command's option names.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    try:
+    with refusing(f"cannot write {str(path)!r}", "choose another file"):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {str(path)!r}: {error.strerror or error}; choose another file"
-        ) from error
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:
@@ -94,8 +109,11 @@ def replace_text(path: pathlib.Path, text: str) -> None:
         OSError: it cannot be written.
     """
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 class UnknownPluginError(ConfigError):

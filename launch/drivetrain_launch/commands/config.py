@@ -25,7 +25,7 @@ from drivetrain.config.document import (
 )
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.config.schema import is_union
-from drivetrain.errors import ConfigError, in_words
+from drivetrain.errors import ConfigError, refusing, replace_text
 from drivetrain.registry import strategies
 from drivetrain_launch.commands.options import (
     FLAGS,
@@ -215,14 +215,10 @@ def _draft(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         return {}
-    try:
-        answers = json.loads(path.read_text(encoding="utf-8"))
+    with refusing(f"{path}: expected a draft of 'drivetrain config'", "remove the file"):
+        answers: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(answers, dict):
             raise ValueError(f"expected a mapping, found {answers!r}")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: expected a draft of 'drivetrain config': {in_words(error)}; remove the file"
-        ) from error
     click.echo(f"The answers of {path} stand in brackets.")
     return answers
 
@@ -285,15 +281,8 @@ def write(path: Path, text: str, *, replace: bool) -> None:
     if path.exists() and not replace:
         what = "is a folder" if path.is_dir() else "exists"
         raise ConfigError(f"{path} {what}; choose another --output, or remove it first")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror or error}; choose another file"
-        ) from error
+    with refusing(f"cannot write {path}", "choose another file"):
+        replace_text(path, text)
 
 
 def show_configuration(resolved: Resolved, *, every: bool = True) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from drivetrain.config.resolve import Resolved
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, refusing
 from drivetrain_launch.commands.options import (
     BEFORE_SCRIPT,
     FLAGS,
@@ -249,13 +249,9 @@ def make_log_dir(path: Path) -> None:
     Raises:
         ConfigError: it cannot be made, or is no folder.
     """
-    try:
+    expected = "launch.log_dir: expected a folder that exists or can be made"
+    with refusing(f"{expected}, found {str(path)!r}", "choose another --log-dir"):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"launch.log_dir: expected a folder that exists or can be made, found {str(path)!r}: "
-            f"{error.strerror}; choose another --log-dir"
-        ) from error
 
 
 def _run(
@@ -360,14 +356,12 @@ def memory_folder(root: Path = MEMORY) -> Iterator[Path]:
     kept = str(memory_kept_mark(Path("*")))  # of any Accelerator
     made = _folder(root, IN_MEMORY, keep=lambda folder: any(folder.glob(kept)))
     with ExitStack() as stack:
-        try:
+        with refusing(
+            f"checkpoint.local: memory needs a file system in memory at {root}, found none that "
+            "can be written",
+            "mount a tmpfs there, or set checkpoint.local to none",
+        ):
             folder = stack.enter_context(made)
-        except OSError as error:
-            raise ConfigError(
-                f"checkpoint.local: memory needs a file system in memory at {root}, found none "
-                f"that can be written: {error.strerror}; mount a tmpfs there, or set "
-                "checkpoint.local to none"
-            ) from error
         yield folder
 
 

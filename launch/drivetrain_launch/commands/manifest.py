@@ -18,7 +18,7 @@ import click
 import yaml
 
 from drivetrain.config import LaunchConfig, Resolved
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, refusing
 from drivetrain.runtime.board import PREEMPTED
 from drivetrain_launch.commands.launch import check_script
 from drivetrain_launch.commands.options import (
@@ -302,14 +302,9 @@ def _write(text: str, output: Path | None) -> None:
     if output is None:
         click.echo(text, nl=False)
         return
-    try:
-        with output.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(
-            f"--output: expected a new file that can be written, found {str(output)!r}: "
-            f"{error.strerror}; choose another name"
-        ) from error
+    expected = f"--output: expected a new file that can be written, found {str(output)!r}"
+    with refusing(expected, "choose another name"), output.open("x", encoding="utf-8") as file:
+        file.write(text)
     click.echo(f"wrote {output}")
 
 

@@ -29,7 +29,7 @@ from drivetrain.config.document import importers, put, read_own_file
 from drivetrain.config.outline import FarLinks, check_axes, check_forward, find_outline
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.config.schema import FarConfig, Policy
-from drivetrain.errors import ConfigError, in_words
+from drivetrain.errors import ConfigError, refusing
 from drivetrain.registry import strategies
 from drivetrain_launch.ranks.placement import (
     FEWEST_KEY,
@@ -636,12 +636,8 @@ def remote_job(
 def _exported(words: Sequence[str], file: str | None) -> Iterator[tuple[str, str]]:
     """Yield the variables of a file, and then those of the command line."""
     if file is not None:
-        try:
+        with refusing(f"--env-file: cannot read {file!r}", "check the path"):
             lines = Path(file).read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"--env-file: cannot read {file!r}: {in_words(error)}; check the path"
-            ) from error
         for number, line in enumerate(lines, start=1):
             if (text := line.strip()) and not text.startswith("#"):
                 yield _variable(text, f"{file}:{number}")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from drivetrain.config.resolve import Resolved
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, refusing
 from drivetrain_launch.commands.launch import check_script, check_slot, launch
 from drivetrain_launch.commands.options import (
     BEFORE_SCRIPT,
@@ -204,13 +204,8 @@ def _folder(keep: str | None) -> Iterator[Path]:
             yield Path(name)
         return
     folder = Path(keep)
-    try:
+    with refusing(f"--keep: expected a folder that can be made, found {keep!r}", "name a new one"):
         folder.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--keep: expected a folder that can be made, found {keep!r}: {error.strerror}; name a "
-            "new one"
-        ) from error
     yield folder
 
 

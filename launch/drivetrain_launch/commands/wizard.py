@@ -34,7 +34,7 @@ from drivetrain.config import (
 from drivetrain.config.document import COMMENT_COLUMNS, put
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.config.schema import LinksConfig
-from drivetrain.errors import ConfigError, DrivetrainError
+from drivetrain.errors import ConfigError, DrivetrainError, refusing
 from drivetrain.hardware.sizes import DEVICES, GIB, device_bytes, parameter_count, size_text
 from drivetrain.registry import Registry
 from drivetrain_launch.console import listed
@@ -544,12 +544,11 @@ def words_of(model: str) -> list[str]:
     Raises:
         ConfigError: a quotation does not end.
     """
-    if Path(model).exists():
-        return [model]
-    try:
-        return shlex.split(model)
-    except ValueError as error:
-        raise ConfigError(f"cannot read {model!r}: {error}; quote it as for a shell") from error
+    words = [model]
+    if not Path(model).exists():
+        with refusing(f"cannot read {model!r}", "quote it as for a shell"):
+            words = shlex.split(model)
+    return words
 
 
 def _question(knob: Option, key: str, default: Any) -> Question:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drivetrain.errors import ConfigError, in_words
+from drivetrain.errors import ConfigError, in_words, refusing
 from drivetrain_launch.ranks.placement import LOOPBACK
 
 SECRET_VARIABLE = "DRIVETRAIN_SECRET"  # noqa: S105 - the name of a variable
@@ -46,12 +46,9 @@ def shared_secret() -> bytes:
     if text := os.environ.get(SECRET_VARIABLE, ""):
         return _checked(text, SECRET_VARIABLE)
     if path := os.environ.get(FILE_VARIABLE, ""):
-        try:
-            return _checked(Path(path).read_text(encoding="utf-8"), f"{FILE_VARIABLE}: {path}")
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{FILE_VARIABLE}: cannot read {path!r}: {in_words(error)}; {WAY_OUT}"
-            ) from error
+        with refusing(f"{FILE_VARIABLE}: cannot read {path!r}", WAY_OUT):
+            text = Path(path).read_text(encoding="utf-8")
+        return _checked(text, f"{FILE_VARIABLE}: {path}")
     return _own_file()
 
 

@@ -20,7 +20,7 @@ import psutil
 
 from drivetrain.config import LaunchConfig
 from drivetrain.config.document import Layer, ValueOrigin
-from drivetrain.errors import ConfigError, in_words
+from drivetrain.errors import ConfigError, refusing
 
 # --- the ranks of this host ---
 
@@ -278,13 +278,9 @@ def listening_address(endpoint: Endpoint) -> str:
     Raises:
         ConfigError: the endpoint is not on this host, or another process listens there.
     """
-    try:
+    wanted = "expected a name or an address of host 0 in --rdzv-endpoint"
+    with refusing(f"cannot find the address of {endpoint.host!r}", wanted):
         found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot find the address of {endpoint.host!r}: {in_words(error)}; expected a name or "
-            "an address of host 0 in --rdzv-endpoint"
-        ) from error
     family, _, _, _, place = found[0]
     address = str(place[0])
     named = not ip_version(endpoint.host) and endpoint.host != "localhost"

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from drivetrain.errors import CollectiveError, ConfigError, in_words
+from drivetrain.errors import CollectiveError, ConfigError, refusing
 from drivetrain.runtime.board import NOTICES, EarlyNotice
 from drivetrain_launch.console import show
 from drivetrain_launch.ranks.channel import SECRET_VARIABLE
@@ -132,12 +132,8 @@ def read_hostfile(path: Path) -> list[RemoteHost]:
     Raises:
         ConfigError: a line is malformed, a host is there twice, or there are none.
     """
-    try:
+    with refusing(f"--hostfile: cannot read {str(path)!r}", "check the path"):
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--hostfile: cannot read {str(path)!r}: {in_words(error)}; check the path"
-        ) from error
     hosts = []
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].strip()

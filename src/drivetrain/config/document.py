@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import yaml
 
 from drivetrain.config.schema import RunConfig, options_of
-from drivetrain.errors import ConfigError, in_words
+from drivetrain.errors import ConfigError, refusing
 from drivetrain.registry import formats
 
 # --- reads configuration text into layers of values that remember where they were written ---
@@ -115,7 +115,8 @@ def read_file(path: str | Path) -> Layer:
             message names the file and the line.
     """
     path = Path(path)
-    try:
+    way_out = "write one with 'drivetrain config --output PATH'"
+    with refusing(f"cannot read the configuration {path}", way_out):
         size = path.stat().st_size
         if size > MAX_BYTES:
             raise ConfigError(
@@ -125,11 +126,6 @@ def read_file(path: str | Path) -> Layer:
         text = path.read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):  # JSON may be indented by tabs, YAML may not
             text = text.expandtabs()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read the configuration {path}: {in_words(error)}; "
-            "write one with 'drivetrain config --output PATH'"
-        ) from error
     node = _compose(text, path)
     if node is None:
         return Layer()
