@@ -30,6 +30,7 @@ from drivetrain.registry import strategies
 from drivetrain_launch.commands.options import (
     FLAGS,
     SETTINGS,
+    check_run,
     complete_file,
     complete_known_key,
     described_strategies,
@@ -95,8 +96,6 @@ def check(file: str) -> None:
 
     Example: drivetrain config check drivetrain.yaml
     """
-    from drivetrain_launch.commands.options import check_run
-
     check_run(resolve_command_line(file, ()))
     click.echo("ok")
 
@@ -199,8 +198,6 @@ def ask(output: Path) -> int:
             write(draft, json.dumps(wizard.answers, indent=2) + "\n", replace=True)
         raise
     # Read the file as a run will: a mistake of ours must show here, and not in the run.
-    from drivetrain_launch.commands.options import check_run
-
     check_run(resolve(read_file(path)))
     draft.unlink(missing_ok=True)
     click.echo(f"wrote {path}\n{start_line(path, wizard)}")
@@ -504,8 +501,6 @@ def _is_ours(layer: Layer) -> bool:
 
 def _check(translation: Translation) -> None:
     """Read the translation as a run will: a mistake of ours must show here, and not in the run."""
-    from drivetrain_launch.commands.options import check_run
-
     text = dump_yaml(translation.values)
     try:
         check_run(resolve(Layer(translation.values)))

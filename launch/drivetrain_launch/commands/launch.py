@@ -1,4 +1,4 @@
-"""``drivetrain launch``: resolves the configuration and runs a script on its ranks."""
+"""``drivetrain launch`` and ``test``: run a script, or a check of our own, on their ranks."""
 
 import fcntl
 import os
@@ -6,7 +6,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -20,9 +20,11 @@ from drivetrain_launch.commands.options import (
     BEFORE_SCRIPT,
     FLAGS,
     HOSTS_GROUP,
+    SETTINGS,
     TOPOLOGY,
     UNDERSCORES,
     GroupedCommand,
+    check_run,
     chosen_hosts,
     command_line_layer,
     complete_file,
@@ -35,6 +37,7 @@ from drivetrain_launch.commands.options import (
     resolve_command_line,
     script_argument,
     source_options,
+    worded_flags,
 )
 from drivetrain_launch.ranks.answers import VARIABLES
 from drivetrain_launch.ranks.failure import RunOver, Signals, Stopped
@@ -62,12 +65,12 @@ LAUNCHERS_OWN = tuple(
 )
 """Options that scripts hardly have: numbers of ranks and hosts."""
 
+CHECK_MODULE = "drivetrain_launch.commands.selfcheck"
+RANKS_KEY = "launch.nproc_per_node"
+USUAL_RANKS = "2"
+"""Processes of a check on one host, where nobody says how many."""
 
-@click.command(cls=GroupedCommand, context_settings=BEFORE_SCRIPT | UNDERSCORES)
-@source_options
-@knob_flags()
-@module_option
-@grouped_option(
+as_accelerate_option = grouped_option(
     "Script",
     "--as-accelerate",
     may_lack_value=True,
@@ -75,6 +78,14 @@ LAUNCHERS_OWN = tuple(
     help="The script's 'import accelerate' finds drivetrain, and so does that of the packages; "
     "other libraries keep the real one.",
 )
+"""Decorates a command with ``--as-accelerate``."""
+
+
+@click.command(cls=GroupedCommand, context_settings=BEFORE_SCRIPT | UNDERSCORES)
+@source_options
+@knob_flags()
+@module_option
+@as_accelerate_option
 @grouped_option(
     HOSTS_GROUP,
     "--standalone",
@@ -114,13 +125,9 @@ def command(
     Example: drivetrain launch --nproc-per-node 2 --strategy zero2 train.py
     """
     chosen = command_line_layer(flags, assignments).origins
-    listed = chosen_hosts(flags, chosen, standalone=standalone)
-    explicit = standalone or bool(listed) or any(key in chosen for key in KEYS)
-    surroundings = None if explicit else recognise(os.environ)
+    listed, surroundings = _hosts(flags, chosen, standalone=standalone)
     resolved = resolve_command_line(config, assignments, flags, surroundings)
     check_slot(resolved, surroundings)
-    from drivetrain_launch.commands.options import check_run
-
     if standalone and resolved.run.launch.nnodes > 1:
         raise ConfigError(
             f"--standalone is for one host, found launch.nnodes: {resolved.run.launch.nnodes}; "
@@ -142,6 +149,53 @@ def command(
         settings = resolved.run.launch
         return run_hosts(remote_job("launch", listed, flags, launch=settings, script=script))
     return launch(resolved, (*as_accelerate_words(as_accelerate), *arguments), surroundings)
+
+
+@click.command(cls=GroupedCommand, context_settings=SETTINGS | UNDERSCORES)
+@source_options
+@worded_flags(
+    nproc_per_node=(
+        "N|auto",
+        "Ranks to compare with one. [default: the configuration's; 2 where that is auto, on "
+        "several hosts auto]",
+    ),
+    cpu=("", "Leave accelerators alone."),
+    strategy=("NAME", "Strategy to check. [default: the installed default]"),
+)
+@knob_flags(HOSTS_GROUP)
+@host_options
+def test(config: str | None, assignments: tuple[str, ...], **flags: Any) -> int:
+    """Train a small model on several ranks and compare it with one process.
+
+    On several hosts, measure the bandwidth and latency between all pairs of them first. Exits with
+    0 when losses and weights agree, with 1 when they do not.
+
+    Example: drivetrain test --nproc-per-node 2 --strategy fsdp
+    """
+    chosen = command_line_layer(flags, assignments).origins
+    listed, surroundings = _hosts(flags, chosen)
+    if "launch.preflight" not in chosen:
+        flags["preflight"] = "full"
+    resolved = resolve_command_line(config, assignments, flags, surroundings)
+    settings = resolved.run.launch
+    alone = not (surroundings or listed) and settings.nnodes == 1 and chosen.keys().isdisjoint(KEYS)
+    if alone and settings.nproc_per_node == "auto" and RANKS_KEY not in chosen:
+        flags["nproc_per_node"] = USUAL_RANKS
+        resolved = resolve_command_line(config, assignments, flags)
+    check_slot(resolved, surroundings)
+    check_run(resolved)
+    if listed:
+        return run_hosts(remote_job("test", listed, flags, launch=resolved.run.launch))
+    return launch(resolved, ("-m", CHECK_MODULE), surroundings)
+
+
+def _hosts(
+    flags: Mapping[str, Any], chosen: Mapping[str, Any], *, standalone: bool = False
+) -> tuple[list[RemoteHost], Surroundings | None]:
+    """Return the hosts to start over ssh; where nothing is said of hosts, what a scheduler says."""
+    listed = chosen_hosts(flags, chosen, standalone=standalone)
+    explicit = standalone or listed or not chosen.keys().isdisjoint(KEYS)
+    return listed, None if explicit else recognise(os.environ)
 
 
 def _ordered(listed: list[RemoteHost], resolved: Resolved, topology: str) -> list[RemoteHost]:

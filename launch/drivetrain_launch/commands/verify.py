@@ -1,11 +1,6 @@
-"""``drivetrain verify`` and ``test``: numbers of a run, compared with the right ones.
-
-Of the user's script under its strategy; of a small model, which tells in seconds whether machines
-train correctly, and how fast links are.
-"""
+"""``drivetrain verify``: the numbers of the user's script, compared with the right ones."""
 
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -20,22 +15,14 @@ import click
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError, refusing
-from drivetrain_launch.commands.launch import check_script, check_slot, launch
+from drivetrain_launch.commands.launch import as_accelerate_option, check_script
 from drivetrain_launch.commands.options import (
     BEFORE_SCRIPT,
-    HOSTS_GROUP,
-    SETTINGS,
     UNDERSCORES,
     GroupedCommand,
-    check_run,
-    chosen_hosts,
-    command_line_layer,
     grouped_option,
-    host_options,
     json_option,
-    knob_flags,
     module_option,
-    remote_job,
     resolve_command_line,
     script_argument,
     source_options,
@@ -43,18 +30,8 @@ from drivetrain_launch.commands.options import (
 )
 from drivetrain_launch.console import show_table
 from drivetrain_launch.ranks.failure import Signals, Stopped
-from drivetrain_launch.ranks.placement import (
-    KEYS,
-    accelerators,
-    cores,
-    local_ranks,
-    recognise,
-    threads,
-)
-from drivetrain_launch.ranks.remote import run_hosts
+from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks, threads
 from drivetrain_launch.ranks.worker import as_accelerate_words
-
-# --- drivetrain verify ---
 
 if TYPE_CHECKING:
     from drivetrain.verify import Comparison, Difference
@@ -108,14 +85,7 @@ INCOMPARABLE = 8
 )
 @json_option
 @module_option
-@grouped_option(
-    "Script",
-    "--as-accelerate",
-    may_lack_value=True,
-    metavar="[=PACKAGE,...]",
-    help="The script's 'import accelerate', and that of the packages, finds drivetrain, in every "
-    "run.",
-)
+@as_accelerate_option
 @script_argument
 def command(
     config: str | None,
@@ -338,51 +308,3 @@ def _plain(finding: "Finding") -> dict[str, Any]:
         "reason": finding.reason,
         "remarks": list(finding.remarks),
     }
-
-
-# --- drivetrain test ---
-
-CHECK_MODULE = "drivetrain_launch.commands.selfcheck"
-RANKS_KEY = "launch.nproc_per_node"
-USUAL_RANKS = "2"
-"""Processes on one host, where nobody says how many."""
-
-
-@click.command(cls=GroupedCommand, context_settings=SETTINGS | UNDERSCORES)
-@source_options
-@worded_flags(
-    nproc_per_node=(
-        "N|auto",
-        "Ranks to compare with one. [default: the configuration's; 2 where that is auto, on "
-        "several hosts auto]",
-    ),
-    cpu=("", "Leave accelerators alone."),
-    strategy=("NAME", "Strategy to check. [default: the installed default]"),
-)
-@knob_flags(HOSTS_GROUP)
-@host_options
-def test(config: str | None, assignments: tuple[str, ...], **flags: Any) -> int:
-    """Train a small model on several ranks and compare it with one process.
-
-    On several hosts, measure the bandwidth and latency between all pairs of them first. Exits with
-    0 when losses and weights agree, with 1 when they do not.
-
-    Example: drivetrain test --nproc-per-node 2 --strategy fsdp
-    """
-    chosen = command_line_layer(flags, assignments).origins
-    listed = chosen_hosts(flags, chosen, standalone=False)
-    explicit = bool(listed) or any(key in chosen for key in KEYS)
-    surroundings = None if explicit else recognise(os.environ)
-    if "launch.preflight" not in chosen:
-        flags["preflight"] = "full"
-    resolved = resolve_command_line(config, assignments, flags, surroundings)
-    settings = resolved.run.launch
-    alone = surroundings is None and not explicit and settings.nnodes == 1
-    if alone and settings.nproc_per_node == "auto" and RANKS_KEY not in chosen:
-        flags["nproc_per_node"] = USUAL_RANKS
-        resolved = resolve_command_line(config, assignments, flags)
-    check_slot(resolved, surroundings)
-    check_run(resolved)
-    if listed:
-        return run_hosts(remote_job("test", listed, flags, launch=resolved.run.launch))
-    return launch(resolved, ("-m", CHECK_MODULE), surroundings)

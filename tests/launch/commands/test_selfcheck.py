@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from drivetrain_launch.commands import launch as check
 from drivetrain_launch.commands import selfcheck
-from drivetrain_launch.commands import verify as check
 from drivetrain_launch.commands.selfcheck import compare
 from forked_programs import run_python
 
