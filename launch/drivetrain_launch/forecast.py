@@ -42,7 +42,7 @@ from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.simulator.traced import ROWS, traced_model
 from drivetrain.simulator.transformer import SimulatedModel
-from drivetrain.strategy import Form, Run, find_strategy
+from drivetrain.strategy import Run, find_strategy
 from drivetrain_launch.ranks.placement import check_size
 
 # --- the run as rank 0 will see it, laid out without a process group ---
@@ -94,12 +94,14 @@ def planned_world(ranks: int, nodes: int) -> World:
 
 def example_model() -> ModelSpec:
     """Describe the model for which a strategy's cost is shown."""
+    return _of_shapes([LAYER_SHAPE] * LAYERS)
+
+
+def _of_shapes(shapes: Sequence[tuple[int, int]]) -> ModelSpec:
+    """Describe a model of one parameter of each shape."""
+    named = enumerate(shapes)
     return ModelSpec(
-        tuple(
-            TensorSpec(f"layers.{index}.weight", LAYER_SHAPE, torch.float32, True)
-            for index in range(LAYERS)
-        ),
-        states=2,
+        tuple(TensorSpec(f"layers.{i}.weight", shape, torch.float32, True) for i, shape in named)
     )
 
 
@@ -145,11 +147,11 @@ def promises_for(
     chosen = "strategy.name" in resolved.origins
     hosts = resolved.run.launch.nnodes
     world = declared_islands(planned_world(ranks // hosts, hosts), resolved.run.links.hardware)
-    forms: list[tuple[str, Form]] = [
+    forms = (
         (name, form)
         for name in registry.choices
         for form in registry.load(name).planning().candidates(world)
-    ]
+    )
     promise = partial(_promise, model, ranks=ranks, on_accelerators=on_accelerators)
     if chosen:
         yield promise(f"{resolved.strategy} (as configured)", resolved)
@@ -257,12 +259,7 @@ def of_size(parameters: int) -> ModelSpec:
     rows = max(rows, parameters // (MOST_LAYERS * columns))
     whole, rest = divmod(parameters, rows * columns)
     shapes = [(rows, columns)] * whole + ([(rest, 1)] if rest else [])
-    return ModelSpec(
-        tuple(
-            TensorSpec(f"layers.{index}.weight", shape, torch.float32, True)
-            for index, shape in enumerate(shapes)
-        )
-    )
+    return _of_shapes(shapes)
 
 
 def of_transformers(path: Path) -> nn.Module:
@@ -363,20 +360,7 @@ def _module(found: Any, source: str) -> nn.Module:
 # --- simulated, for a plan ---
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A model to plan for.
-
-    Attributes:
-        model: simulated.
-        loader_batch: samples of a batch of the script's loader; 0 where there is none.
-    """
-
-    model: SimulatedModel
-    loader_batch: int = 0
-
-
-def subject_of_config(source: str, seq: int | None) -> Subject:
+def subject_of_config(source: str, seq: int | None) -> SimulatedModel:
     """Return the model of a ``config.json`` of transformers, or of its folder.
 
     Raises:
@@ -386,10 +370,10 @@ def subject_of_config(source: str, seq: int | None) -> Subject:
     if not path.is_file():
         raise ConfigError(f"--hf: expected a config.json of transformers, found no file {source!r}")
     model = of_transformers(path)
-    return Subject(traced_model(model, _of_transformers(model, seq)))
+    return traced_model(model, _of_transformers(model, seq))
 
 
-def subject_of_function(source: str, seq: int | None) -> Subject:
+def subject_of_function(source: str, seq: int | None) -> SimulatedModel:
     """Return the model that ``module:function`` makes.
 
     Raises:
@@ -398,11 +382,13 @@ def subject_of_function(source: str, seq: int | None) -> Subject:
     if not FACTORY.fullmatch(source):
         raise ConfigError(f"--model: expected MODULE:FUNCTION, found {source!r}")
     model = of_function(source)
-    return Subject(traced_model(model, _guesses(model, seq)))
+    return traced_model(model, _guesses(model, seq))
 
 
-def subject_of_script(source: str, arguments: Sequence[str]) -> Subject:
+def subject_of_script(source: str, arguments: Sequence[str]) -> tuple[SimulatedModel, int]:
     """Return the model with which a script reaches ``prepare``, as its first batch shows it.
+
+    And the samples of a batch of the script's loader; 0 where there is none.
 
     Raises:
         ConfigError: there is no such file, or the script never reaches ``prepare``.
@@ -415,7 +401,7 @@ def subject_of_script(source: str, arguments: Sequence[str]) -> Subject:
     candidates = [*batches_as_arguments(reached.model, examples, cuts=False)]
     batch = next((loader.batch_size or 0 for loader in reached.loaders), 0)
     given = (*candidates, *_guesses(reached.model, None))
-    return Subject(traced_model(reached.model, given), batch)
+    return traced_model(reached.model, given), batch
 
 
 def _of_transformers(model: nn.Module, seq: int | None) -> Iterator[Candidate]:

@@ -175,7 +175,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "RunRecord":
-        """Read a folder; the states stay there until they are asked for.
+        """Read a folder.
 
         Raises:
             FileNotFoundError: no run was recorded there.
@@ -183,35 +183,14 @@ class RunRecord:
         values = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         steps = TypeAdapter(list[StepRecord]).validate_python(values.pop("steps"))
         count = values.pop("states")
-        states = [SavedTensors(state_file(folder, number)) for number in range(count)]
-        return cls(**values, steps=steps, states=list(states))
+        states = [read_state(state_file(folder, number)) for number in range(count)]
+        return cls(**values, steps=steps, states=states)
 
 
-class SavedTensors(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, read one by one when they are asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @classmethod
-    def save(cls, path: Path, tensors: Mapping[str, Tensor]) -> "SavedTensors":
-        """Write tensors, and return them as they can be read again."""
-        write_tensors(path, tensors)
-        return cls(path)
-
-    def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._path, framework="pt") as file:
-            if name not in set(file.keys()):
-                raise KeyError(name)
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        with safe_open(self._path, framework="pt") as file:
-            yield from list(file.keys())
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+def read_state(path: Path) -> Mapping[str, Tensor]:
+    """Return the tensors of a safetensors file, whose values are read when they are needed."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
 
 
 def state_file(folder: Path, number: int) -> Path:
@@ -509,12 +488,12 @@ class Recorder(Observer):
             for entry in self._state.models
             for name, tensor in self._weights.state_dict(entry.model).items()
         }
-        kept: Mapping[str, Tensor] = state
-        if self._request.folder:
+        if self._request.folder and self._state.world.is_main:
             path = state_file(Path(self._request.folder), len(self.record.states))
-            first = self._state.world.is_main
-            kept = SavedTensors.save(path, state) if first else SavedTensors(path)
-        self.record.states.append(kept)
+            write_tensors(path, state)
+            self.record.states.append(read_state(path))
+        else:
+            self.record.states.append({} if self._request.folder else state)
 
     def _qualified(self, entry: PreparedModel, name: str) -> str:
         """Return a tensor's name, which tells the models of a run apart."""

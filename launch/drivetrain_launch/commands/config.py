@@ -69,7 +69,7 @@ def command(ctx: click.Context, use_default: bool, output: Path | None) -> int:
     if ctx.invoked_subcommand is not None:
         return 0
     if use_default:
-        _put(resolve(Layer()).to_yaml(), output)
+        print_or_write(resolve(Layer()).to_yaml(), output)
         return 0
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(
@@ -137,7 +137,7 @@ def import_(source: tuple[str, ...], output: Path | None) -> None:
         source = (file,)
         output = _trailing_output(rest) or output
     text, script, hosts = imported(source)
-    _put(text, output)
+    print_or_write(text, output)
     line = run_line(output or DEFAULT_PATH, hosts, script)
     if output is None:
         line = f"no file was written; with --output {DEFAULT_PATH}, {line}"
@@ -162,7 +162,7 @@ def _trailing_output(words: Sequence[str]) -> Path | None:
     )
 
 
-def _put(text: str, output: Path | None) -> None:
+def print_or_write(text: str, output: Path | None) -> None:
     """Print a configuration, or write it; a file that exists is left alone.
 
     Raises:

@@ -25,16 +25,10 @@ PREFIXES = ("NCCL_", "GLOO_", "OMP_", "TORCH_", "DRIVETRAIN_")
 
 SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASS", "PW", "AUTH", "BEARER", "DSN", "CREDENTIAL")
 
-CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 LIBRARIES = ("numpy", "transformers", "accelerate", "peft")
 """Packages whose versions matter for a bug, beside torch."""
 
 PROCESSORS = Path("/proc/cpuinfo")
-NO_LIMIT = 1 << 60
-"""cgroup v1 writes a number near 2**63 when there is no limit."""
 
 
 @click.command(context_settings=SETTINGS)
@@ -69,6 +63,8 @@ def collect() -> dict[str, dict[str, Any]]:
 
 def machine() -> dict[str, Any]:
     """Return system, cores, memory and disk."""
+    from drivetrain.memory import host_room
+
     return {
         "system": platform.platform(),
         "processor": processor(PROCESSORS),
@@ -76,6 +72,7 @@ def machine() -> dict[str, Any]:
         "cores for this process": cores(),
         "memory": size_text(psutil.virtual_memory().total),
         "memory available": size_text(psutil.virtual_memory().available),
+        "memory for this process": size_text(host_room()),
         "disk free here": size_text(shutil.disk_usage(".").free),
     }
 
@@ -100,26 +97,15 @@ def accelerator_names() -> dict[str, Any]:
 
 
 def limits() -> dict[str, Any]:
-    """Return the limits that training runs hit: open files, locked memory, memory of the cgroup."""
+    """Return the limits that training runs hit: open files, locked memory, processes."""
     return {
         "open files": _limit(resource.RLIMIT_NOFILE),
         "locked memory": _limit(resource.RLIMIT_MEMLOCK, " bytes"),
         "processes": _limit(resource.RLIMIT_NPROC),
-        "cgroup memory": cgroup_memory(CGROUP_LIMITS),
         "shared memory free": size_text(shutil.disk_usage("/dev/shm").free)  # noqa: S108
         if Path("/dev/shm").is_dir()  # noqa: S108
         else "none",
     }
-
-
-def cgroup_memory(paths: tuple[Path, ...]) -> str:
-    """Return the memory limit of this process's cgroup, "none" without one."""
-    for path in paths:
-        if path.is_file():
-            text = path.read_text().strip()
-            if text.isdecimal() and int(text) < NO_LIMIT:
-                return size_text(int(text))
-    return "none"
 
 
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:

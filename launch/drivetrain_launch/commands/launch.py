@@ -17,12 +17,9 @@ import click
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError, refusing
 from drivetrain_launch.commands.options import (
-    BEFORE_SCRIPT,
     FLAGS,
     HOSTS_GROUP,
-    SETTINGS,
     TOPOLOGY,
-    UNDERSCORES,
     GroupedCommand,
     check_run,
     chosen_hosts,
@@ -81,7 +78,7 @@ as_accelerate_option = grouped_option(
 """Decorates a command with ``--as-accelerate``."""
 
 
-@click.command(cls=GroupedCommand, context_settings=BEFORE_SCRIPT | UNDERSCORES)
+@click.command(cls=GroupedCommand)
 @source_options
 @knob_flags()
 @module_option
@@ -134,7 +131,9 @@ def command(
             "leave one of them out"
         )
     if flags["topology"] is not None:
-        listed = _ordered(listed, resolved, flags["topology"])
+        from drivetrain_launch.commands.preview import hosts_in_order
+
+        listed = hosts_in_order(listed, resolved, flags["topology"])
     if dry_run:
         from drivetrain_launch.commands.preview import preview
 
@@ -151,7 +150,7 @@ def command(
     return launch(resolved, (*as_accelerate_words(as_accelerate), *arguments), surroundings)
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS | UNDERSCORES)
+@click.command(cls=GroupedCommand)
 @source_options
 @worded_flags(
     nproc_per_node=(
@@ -196,24 +195,6 @@ def _hosts(
     listed = chosen_hosts(flags, chosen, standalone=standalone)
     explicit = standalone or listed or not chosen.keys().isdisjoint(KEYS)
     return listed, None if explicit else recognise(os.environ)
-
-
-def _ordered(listed: list[RemoteHost], resolved: Resolved, topology: str) -> list[RemoteHost]:
-    """Return the listed hosts in the order of the best links, and print a line about it.
-
-    Raises:
-        ConfigError: no hosts are listed, or their links were not measured.
-    """
-    if not listed:
-        raise ConfigError(
-            "--topology orders the hosts of --hosts or --hostfile, found neither; give one of "
-            "them, or choose each host's --node-rank yourself"
-        )
-    from drivetrain_launch.commands.preview import hosts_in_order
-
-    found, line = hosts_in_order(listed, resolved, topology)
-    click.echo(line, err=True)
-    return found
 
 
 def check_slot(resolved: Resolved, surroundings: Surroundings | None) -> None:

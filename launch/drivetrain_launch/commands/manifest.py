@@ -18,13 +18,12 @@ import click
 import yaml
 
 from drivetrain.config import LaunchConfig, Resolved
-from drivetrain.errors import ConfigError, refusing
+from drivetrain.errors import ConfigError
 from drivetrain.runtime.board import PREEMPTED
+from drivetrain_launch.commands.config import print_or_write
 from drivetrain_launch.commands.launch import check_script
 from drivetrain_launch.commands.options import (
-    BEFORE_SCRIPT,
     SETTINGS,
-    UNDERSCORES,
     GroupedCommand,
     grouped_option,
     module_option,
@@ -85,12 +84,11 @@ def job_command(
                 notice=notice,
                 command=("drivetrain", "launch", *arguments_of(resolved, notice), *arguments),
             )
-            _write(write(job, **given), output)
+            print_or_write(write(job, **given), output)
 
         for option in (script_argument, _OUTPUT, *reversed(shared)):
             function = option(function)
-        settings = BEFORE_SCRIPT | UNDERSCORES
-        return command.command(name, cls=GroupedCommand, context_settings=settings)(function)
+        return command.command(name, cls=GroupedCommand)(function)
 
     return decorate
 
@@ -291,21 +289,6 @@ def _named_script(script: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
 def _yaml(documents: list[dict[str, Any]], notes: list[str]) -> str:
     text = yaml.safe_dump_all(documents, sort_keys=False, width=1000)
     return "".join(f"# {note}\n" for note in notes) + text
-
-
-def _write(text: str, output: Path | None) -> None:
-    """Write a job file.
-
-    Raises:
-        ConfigError: the file exists, or cannot be written.
-    """
-    if output is None:
-        click.echo(text, nl=False)
-        return
-    expected = f"--output: expected a new file that can be written, found {str(output)!r}"
-    with refusing(expected, "choose another name"), output.open("x", encoding="utf-8") as file:
-        file.write(text)
-    click.echo(f"wrote {output}")
 
 
 # --- the job ---

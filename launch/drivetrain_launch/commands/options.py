@@ -107,12 +107,6 @@ SETTINGS: dict[str, Any] = {
 }
 """Settings of the contexts of commands."""
 
-BEFORE_SCRIPT: dict[str, Any] = {**SETTINGS, "allow_interspersed_args": False}
-"""The same, for commands with a script: options behind it are the script's."""
-
-UNDERSCORES: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
-"""Settings of commands that take ``_`` for ``-`` in the names of options."""
-
 
 complete_file = click.Path().shell_complete
 complete_folder = click.Path(file_okay=False).shell_complete
@@ -151,7 +145,15 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """A command that shows its options under headings."""
+    """A command that shows its options under headings, and takes ``_`` for ``-`` in their names.
+
+    Options behind an argument that takes all words that are left are words of it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        names: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
+        super().__init__(*args, context_settings=SETTINGS | names, **kwargs)
+        self.allow_interspersed_args = all(each.nargs != -1 for each in self.params)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the command line; an option of another launcher is answered with its counterpart.

@@ -23,11 +23,9 @@ from drivetrain.hardware.description import (
     names_a_device,
 )
 from drivetrain.hardware.sizes import DEVICES, GIB, device_bytes, size_text, unit_of
-from drivetrain.simulator.transformer import GptShape
+from drivetrain.simulator.transformer import GptShape, SimulatedModel
 from drivetrain_launch.commands.options import (
-    BEFORE_SCRIPT,
     SETTINGS,
-    UNDERSCORES,
     GroupedCommand,
     ModelCommand,
     complete_file,
@@ -44,7 +42,6 @@ from drivetrain_launch.console import show_table
 
 if TYPE_CHECKING:
     from drivetrain.planner.search import Found, Prediction, Predictor, Task
-    from drivetrain_launch.forecast import Subject
 
 LONGEST = 4096
 """Tokens of a sample that the help promises; see ``forecast``."""
@@ -56,7 +53,7 @@ _LINK = re.compile(r"(\d+(?:\.\d+)?)\s*(GB/s|Gbit/s|MB/s|Mbit/s)", re.IGNORECASE
 _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
 
 
-@click.command(cls=ModelCommand, context_settings=BEFORE_SCRIPT | UNDERSCORES)
+@click.command(cls=ModelCommand)
 @grouped_option("Model", "--gpt", metavar="KEY=VALUE,...", help="Sizes of a GPT: "
                 + ", ".join(GptShape.keys()) + ".")  # fmt: skip
 @grouped_option("Model", "--hf", metavar="FILE", shell_complete=complete_file,
@@ -175,11 +172,11 @@ def _task(
         raise ConfigError(
             f"{error}; for links between hosts, --link-between does as well"
         ) from None
-    subject = _subject(**models)
-    batch = batch or subject.loader_batch * hosts * per_host
+    model, loader_batch = _subject(**models)
+    batch = batch or loader_batch * hosts * per_host
     if not batch:
         raise ConfigError("expected --batch, the samples of a step of all ranks, found none")
-    return Task(subject.model, batch, hardware, hosts, per_host)
+    return Task(model, batch, hardware, hosts, per_host)
 
 
 def _subject(
@@ -189,7 +186,8 @@ def _subject(
     seq: int | None,
     script: str | None,
     arguments: tuple[str, ...],
-) -> "Subject":
+) -> "tuple[SimulatedModel, int]":
+    """Return the model to plan for, and the samples of a batch of its script's loader."""
     from drivetrain_launch import forecast
 
     given = {"--gpt": gpt, "--hf": hf, "--model": factory, "a script": script}
@@ -203,11 +201,11 @@ def _subject(
             f"--seq: expected with --hf or --model, found {named[0]}, which says it itself"
         )
     if gpt is not None:
-        return forecast.Subject(read_shape(gpt))
+        return read_shape(gpt), 0
     if hf is not None:
-        return forecast.subject_of_config(hf, seq)
+        return forecast.subject_of_config(hf, seq), 0
     if factory is not None:
-        return forecast.subject_of_function(factory, seq)
+        return forecast.subject_of_function(factory, seq), 0
     return forecast.subject_of_script(str(script), arguments)
 
 
@@ -422,7 +420,7 @@ def show(source: str | None) -> None:
     click.echo(hardware_text(source), nl=False)
 
 
-@hardware.command(cls=GroupedCommand, context_settings=UNDERSCORES)
+@hardware.command(cls=GroupedCommand)
 @click.argument("target", metavar="FILE", type=click.Path(path_type=Path))
 @worded_flags(
     nproc_per_node=("N|auto", "Ranks of this host, one per device. [default: auto]"),
@@ -465,7 +463,7 @@ USUAL_RANKS = 8
 """Ranks of a host where nobody says how many."""
 
 
-@click.command(cls=ModelCommand, context_settings=BEFORE_SCRIPT | UNDERSCORES)
+@click.command(cls=ModelCommand)
 @source_options
 @worded_flags(
     nproc_per_node=("N", "Ranks of a host. [default: the configuration's; 8 where that is auto]"),

@@ -13,7 +13,7 @@ from drivetrain.hardware.sizes import size_text
 from drivetrain.planner.search import HostOrder, HostPlacement
 from drivetrain.strategy import Run, find_strategy
 from drivetrain_launch.commands.config import show_configuration
-from drivetrain_launch.console import show_table
+from drivetrain_launch.console import say, show_table
 from drivetrain_launch.forecast import EXAMPLE, example_model, plan, plan_on
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
 from drivetrain_launch.ranks.remote import RemoteHost
@@ -57,11 +57,8 @@ def _planned(resolved: Resolved, listed: Sequence[RemoteHost]) -> tuple[Run, str
     """Return the run as rank 0 will see it, and the numbers of ranks in words."""
     settings = resolved.run.launch
     if listed:
-        counts = ranks_of(listed, resolved)
-        names = [
-            host.name for host, count in zip(listed, counts, strict=True) for _ in range(count)
-        ]
-        return plan_on(resolved, names), f"{' + '.join(map(str, counts))} ranks"
+        counts = " + ".join(map(str, ranks_of(listed, resolved)))
+        return _plan_listed(resolved, listed), f"{counts} ranks"
     if settings.nproc_per_node != "auto":  # perhaps of other machines than this one
         ranks = settings.nproc_per_node
     else:
@@ -72,6 +69,12 @@ def _planned(resolved: Resolved, listed: Sequence[RemoteHost]) -> tuple[Run, str
             "a host like this machine; --nproc-per-node, --nnodes or --hosts plan others.\n"
         )
     return plan(resolved, ranks), f"{settings.nnodes} x {ranks} ranks"
+
+
+def _plan_listed(resolved: Resolved, hosts: Sequence[RemoteHost]) -> Run:
+    counts = ranks_of(hosts, resolved)
+    names = [host.name for host, count in zip(hosts, counts, strict=True) for _ in range(count)]
+    return plan_on(resolved, names)
 
 
 def foresee_links(resolved: Resolved, run: Run, model: ModelSpec) -> tuple[Run, list[str]]:
@@ -144,8 +147,8 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 def hosts_in_order(
     hosts: Sequence[RemoteHost], resolved: Resolved, topology: str
-) -> tuple[list[RemoteHost], str]:
-    """Return hosts in the order in which messages are quickest, and a line about it.
+) -> list[RemoteHost]:
+    """Return hosts in the order in which messages are quickest, and print a line about it.
 
     Args:
         hosts: as the user listed them.
@@ -153,25 +156,31 @@ def hosts_in_order(
         topology: a description with measured rates between these hosts.
 
     Raises:
-        ConfigError: there are no such rates, or the number of ranks of a host is not known.
+        ConfigError: no hosts are listed, there are no such rates, or the number of ranks of a host
+            is not known.
     """
+    if not hosts:
+        raise ConfigError(
+            "--topology orders the hosts of --hosts or --hostfile, found neither; give one of "
+            "them, or choose each host's --node-rank yourself"
+        )
     pairs = load_hardware(topology).links.pairs
     if pairs is None:
         raise ConfigError(
             f"--topology {topology}: expected rates between hosts, links.pairs, found none; run "
             "`drivetrain hardware measure` on all hosts"
         )
-    slots = ranks_of(hosts, resolved)
     kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
-    run = plan_on(resolved, [name for host, count in zip(hosts, slots, strict=True)
-                             for name in [host.name] * count])  # fmt: skip
+    run = _plan_listed(resolved, hosts)
     sent: Counter[str] = Counter()
     for (axis, _), nbytes in kind.cost(options, example_model(), run).sent.items():
         sent[axis.partition(".")[0]] += nbytes
     sizes = {axis.name: axis.size for axis in run.mesh.values()}
-    placement = HostPlacement([host.name for host in hosts], slots, sizes, sent, pairs)
-    given, best = placement.given(), placement.best()
-    return [hosts[index] for index in best.hosts], told(placement, given, best)
+    names, slots = [host.name for host in hosts], ranks_of(hosts, resolved)
+    placement = HostPlacement(names, slots, sizes, sent, pairs)
+    best = placement.best()
+    say(told(placement, placement.given(), best))
+    return [hosts[index] for index in best.hosts]
 
 
 def ranks_of(hosts: Sequence[RemoteHost], resolved: Resolved) -> list[int]:

@@ -17,8 +17,6 @@ from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError, refusing
 from drivetrain_launch.commands.launch import as_accelerate_option, check_script
 from drivetrain_launch.commands.options import (
-    BEFORE_SCRIPT,
-    UNDERSCORES,
     GroupedCommand,
     grouped_option,
     json_option,
@@ -47,7 +45,7 @@ INCOMPARABLE = 8
 """Exit code when there is nothing to compare: other batches, or no step."""
 
 
-@click.command(cls=GroupedCommand, context_settings=BEFORE_SCRIPT | UNDERSCORES)
+@click.command(cls=GroupedCommand)
 @source_options
 @worded_flags(
     strategy=(
