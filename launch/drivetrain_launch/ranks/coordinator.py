@@ -196,7 +196,8 @@ class Preflight:
         async def ask(index: int, order: Mapping[str, Any]) -> Mapping[str, Any]:
             return await self._ask(channels[index], order)
 
-        found = await HostCheck(hosts=hosts, ask=ask, extent=self._extent).run()
+        found = HostCheck(hosts=hosts, ask=ask, extent=self._extent)
+        await found.run()
         for line in found.lines():
             say(line)
         if found.pairs:  # of a full check

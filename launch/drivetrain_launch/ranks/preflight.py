@@ -66,120 +66,6 @@ class CheckedHost:
         return f"host {self.index} ({self.name})"
 
 
-@dataclass(slots=True)
-class Findings:
-    """The measurements of a check.
-
-    Attributes:
-        hosts: that took part.
-        failures: why one host cannot reach another, by who asked and who was asked.
-        silent: why a host did not take part after all.
-        latencies: seconds of one way, by who answers and who asks.
-        clocks: how far a host's clock is ahead of host 0's, seconds.
-        inside: bytes per second between two sockets of a host, the way from it to itself.
-        ring: bytes per second when all hosts send to their neighbor at once.
-        pairs: bytes per second when two hosts have the network for themselves.
-        seconds: that the check took.
-    """
-
-    hosts: Sequence[CheckedHost]
-    failures: dict[Way, str] = field(default_factory=dict)
-    silent: dict[int, str] = field(default_factory=dict)
-    latencies: dict[Way, float] = field(default_factory=dict)
-    clocks: dict[int, float] = field(default_factory=dict)
-    inside: dict[Way, float] = field(default_factory=dict)
-    ring: dict[Way, float] = field(default_factory=dict)
-    pairs: dict[Way, float] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    @property
-    def link(self) -> float:
-        """Bytes per second of the slowest link of the ring; 0 where nothing tells it."""
-        measured = all(host.measured for host in self.hosts)
-        return min(self.ring.values(), default=0.0) if measured else 0.0
-
-    @property
-    def refusal(self) -> str:
-        """The reason why a run over these hosts cannot work; "" without one."""
-        if not self.failures:
-            return ""
-        named = {host.index: host for host in self.hosts}
-        quoted = [
-            f"{named[asking].shown} cannot reach {named[asked].shown} at "
-            f"{named[asked].address}: {reason}"
-            for (asking, asked), reason in sorted(self.failures.items())
-        ]
-        more = f"; and {len(quoted) - MOST_SHOWN} more" if len(quoted) > MOST_SHOWN else ""
-        return (
-            f"{'; '.join(quoted[:MOST_SHOWN])}{more}; ranks connect every pair of hosts at free "
-            "ports: open them between the hosts, or name another network in GLOO_SOCKET_IFNAME or "
-            "NCCL_SOCKET_IFNAME; launch.preflight: none leaves this check out"
-        )
-
-    def lines(self) -> Iterator[str]:
-        """Yield the summary, and a line for each finding that a user should know."""
-        yield f"preflight ({self.seconds:.1f} s): {self._summary()}"
-        named = {host.index: host for host in self.hosts}
-        for index, reason in sorted(self.silent.items()):
-            yield f"preflight: {named[index].shown} was not checked: {reason}"
-        for index, ahead in sorted(self.clocks.items()):
-            if abs(ahead) > CLOCKS_APART_S:
-                word = "ahead of" if ahead > 0 else "behind"
-                yield (
-                    f"preflight: the clock of {named[index].shown} is {abs(ahead):.1f} s {word} "
-                    "host 0's; times in logs and of files do not compare: set it by NTP"
-                )
-        for (sender, receiver), rate in sorted(self._slow().items()):
-            yield (
-                f"preflight: slow link: from {named[sender].shown} to {named[receiver].shown} "
-                f"{rate_text(rate)}, less than half of the usual {rate_text(self._usual())}"
-            )
-
-    def matrix(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Return columns and rows of the table of pairs; inside of a host on the diagonal."""
-        columns = ("from", *(f"to {host.name}" for host in self.hosts))
-        rows = []
-        for sender in self.hosts:
-            cells = [self._cell(sender.index, receiver.index) for receiver in self.hosts]
-            rows.append((sender.name, *cells))
-        return columns, rows
-
-    def _cell(self, sender: int, receiver: int) -> str:
-        way = (sender, receiver)
-        rate = self.inside.get(way, self.pairs.get(way, 0.0))
-        latency = self.latencies.get(way)  # None inside of a host
-        return rate_text(rate) + (f", {latency_text(latency)}" if latency is not None else "")
-
-    def _summary(self) -> str:
-        first = self.hosts[0]
-        interfaces = dict.fromkeys(host.interface for host in self.hosts if host.interface)
-        way = ", ".join([first.transport, *interfaces])
-        reached = f"{len(self.hosts)} hosts, every pair connects"
-        if self.failures:
-            reached = f"{len(self.hosts)} hosts, {len(self.failures)} ways between them are closed"
-        elif self.silent:
-            reached = f"{len(self.hosts)} hosts"
-        parts = [reached]
-        if self.ring:
-            slowest = min(self.ring.values())
-            aside = "" if first.measured else "TCP alone, "
-            latency = max(self.latencies.values(), default=0.0)
-            parts.append(
-                f"between hosts {rate_text(slowest)}, {latency_text(latency)} ({aside}{way})"
-            )
-        if self.inside:
-            parts.append(f"inside {rate_text(min(self.inside.values()))} over loopback")
-        return "; ".join(parts)
-
-    def _usual(self) -> float:
-        rates = sorted(self.pairs.values() or self.ring.values())
-        return rates[len(rates) // 2] if rates else 0.0
-
-    def _slow(self) -> Mapping[Way, float]:
-        rates = self.pairs or self.ring
-        return {way: rate for way, rate in rates.items() if rate < UNEVEN * self._usual()}
-
-
 def rate_text(rate: float) -> str:
     """Write bytes per second."""
     for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
@@ -279,11 +165,6 @@ class Peer(NamedTuple):
     host: int
     address: str
     port: int
-
-
-def new_token() -> str:
-    """Return the token of one check."""
-    return secrets.token_hex(TOKEN_BYTES)
 
 
 class HostProbe:
@@ -446,27 +327,40 @@ Ask = Callable[[int, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
 @dataclass(kw_only=True, slots=True)
 class HostCheck:
-    """One check of several hosts.
+    """One check of several hosts, and its findings.
 
     Attributes:
         hosts: that take part, one launcher of each machine.
         ask: reaches a host's probe.
         extent: short or full.
         limit_s: how long a host may take to reply.
+        failures: why one host cannot reach another, by who asked and who was asked.
+        silent: why a host did not take part after all.
+        latencies: seconds of one way, by who answers and who asks.
+        clocks: how far a host's clock is ahead of host 0's, seconds.
+        inside: bytes per second between two sockets of a host, the way from it to itself.
+        ring: bytes per second when all hosts send to their neighbor at once.
+        pairs: bytes per second when two hosts have the network for themselves.
+        seconds: that the check took.
     """
 
     hosts: Sequence[CheckedHost]
     ask: Ask
     extent: Extent = "short"
     limit_s: float = REPLY_S
-    _found: Findings = field(init=False)
+    failures: dict[Way, str] = field(default_factory=dict)
+    silent: dict[int, str] = field(default_factory=dict)
+    latencies: dict[Way, float] = field(default_factory=dict)
+    clocks: dict[int, float] = field(default_factory=dict)
+    inside: dict[Way, float] = field(default_factory=dict)
+    ring: dict[Way, float] = field(default_factory=dict)
+    pairs: dict[Way, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
-    async def run(self) -> Findings:
-        """Check, and return the findings."""
+    async def run(self) -> None:
+        """Check."""
         begin = time.monotonic()
-        self._found = Findings(self.hosts)
-        token = new_token()
-        order = {"order": "open", "token": token}
+        order = {"order": "open", "token": secrets.token_hex(TOKEN_BYTES)}
         opened = await self._all(
             {each.index: order | {"address": each.address} for each in self.hosts}
         )
@@ -476,11 +370,10 @@ class HostCheck:
             if "port" in opened.get(each.index, {})
         }
         await self._reach(probes)
-        if not self._found.failures and len(probes) == len(self.hosts):
+        if not self.failures and len(probes) == len(self.hosts):
             await self._measure(probes)
         await self._all({index: {"order": "close"} for index in probes})
-        self._found.seconds = time.monotonic() - begin
-        return self._found
+        self.seconds = time.monotonic() - begin
 
     async def _reach(self, probes: Mapping[int, tuple[int, str, int]]) -> None:
         """Let every host speak to all others."""
@@ -492,21 +385,21 @@ class HostCheck:
         )
         for index, reply in replies.items():
             for peer, reason in reply.get("failures", {}).items():
-                self._found.failures[index, int(peer)] = reason
+                self.failures[index, int(peer)] = reason
             for peer, (latency_s, clock_s) in reply.get("answers", {}).items():
-                self._found.latencies[int(peer), index] = latency_s
+                self.latencies[int(peer), index] = latency_s
                 if not index:
-                    self._found.clocks[int(peer)] = clock_s
+                    self.clocks[int(peer)] = clock_s
 
     async def _measure(self, probes: Mapping[int, tuple[int, str, int]]) -> None:
         places = list(probes)
-        self._found.inside = await self._rates({i: i for i in places}, probes, INSIDE_S)
+        self.inside = await self._rates({i: i for i in places}, probes, INSIDE_S)
         ring = dict(zip(places, [places[-1], *places[:-1]], strict=True))
-        self._found.ring = await self._rates(ring, probes, RING_S)
+        self.ring = await self._rates(ring, probes, RING_S)
         if self.extent == "full":
             for pairs in rounds(places):
                 for way in (pairs, {there: here for here, there in pairs.items()}):
-                    self._found.pairs |= await self._rates(way, probes, PAIR_S)
+                    self.pairs |= await self._rates(way, probes, PAIR_S)
 
     async def _rates(
         self, ways: Mapping[int, int], probes: Mapping[int, tuple[int, str, int]], seconds: float
@@ -538,8 +431,95 @@ class HostCheck:
         replies = dict(zip(orders, found, strict=True))
         for index, reply in replies.items():
             if reply is None or "error" in reply:
-                self._found.silent[index] = "no reply" if reply is None else str(reply["error"])
+                self.silent[index] = "no reply" if reply is None else str(reply["error"])
         return {i: reply for i, reply in replies.items() if reply and "error" not in reply}
+
+    @property
+    def link(self) -> float:
+        """Bytes per second of the slowest link of the ring; 0 where nothing tells it."""
+        measured = all(host.measured for host in self.hosts)
+        return min(self.ring.values(), default=0.0) if measured else 0.0
+
+    @property
+    def refusal(self) -> str:
+        """The reason why a run over these hosts cannot work; "" without one."""
+        if not self.failures:
+            return ""
+        named = {host.index: host for host in self.hosts}
+        quoted = [
+            f"{named[asking].shown} cannot reach {named[asked].shown} at "
+            f"{named[asked].address}: {reason}"
+            for (asking, asked), reason in sorted(self.failures.items())
+        ]
+        more = f"; and {len(quoted) - MOST_SHOWN} more" if len(quoted) > MOST_SHOWN else ""
+        return (
+            f"{'; '.join(quoted[:MOST_SHOWN])}{more}; ranks connect every pair of hosts at free "
+            "ports: open them between the hosts, or name another network in GLOO_SOCKET_IFNAME or "
+            "NCCL_SOCKET_IFNAME; launch.preflight: none leaves this check out"
+        )
+
+    def lines(self) -> Iterator[str]:
+        """Yield the summary, and a line for each finding that a user should know."""
+        yield f"preflight ({self.seconds:.1f} s): {self._summary()}"
+        named = {host.index: host for host in self.hosts}
+        for index, reason in sorted(self.silent.items()):
+            yield f"preflight: {named[index].shown} was not checked: {reason}"
+        for index, ahead in sorted(self.clocks.items()):
+            if abs(ahead) > CLOCKS_APART_S:
+                word = "ahead of" if ahead > 0 else "behind"
+                yield (
+                    f"preflight: the clock of {named[index].shown} is {abs(ahead):.1f} s {word} "
+                    "host 0's; times in logs and of files do not compare: set it by NTP"
+                )
+        for (sender, receiver), rate in sorted(self._slow().items()):
+            yield (
+                f"preflight: slow link: from {named[sender].shown} to {named[receiver].shown} "
+                f"{rate_text(rate)}, less than half of the usual {rate_text(self._usual())}"
+            )
+
+    def matrix(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Return columns and rows of the table of pairs; inside of a host on the diagonal."""
+        columns = ("from", *(f"to {host.name}" for host in self.hosts))
+        rows = []
+        for sender in self.hosts:
+            cells = [self._cell(sender.index, receiver.index) for receiver in self.hosts]
+            rows.append((sender.name, *cells))
+        return columns, rows
+
+    def _cell(self, sender: int, receiver: int) -> str:
+        way = (sender, receiver)
+        rate = self.inside.get(way, self.pairs.get(way, 0.0))
+        latency = self.latencies.get(way)  # None inside of a host
+        return rate_text(rate) + (f", {latency_text(latency)}" if latency is not None else "")
+
+    def _summary(self) -> str:
+        first = self.hosts[0]
+        interfaces = dict.fromkeys(host.interface for host in self.hosts if host.interface)
+        way = ", ".join([first.transport, *interfaces])
+        reached = f"{len(self.hosts)} hosts, every pair connects"
+        if self.failures:
+            reached = f"{len(self.hosts)} hosts, {len(self.failures)} ways between them are closed"
+        elif self.silent:
+            reached = f"{len(self.hosts)} hosts"
+        parts = [reached]
+        if self.ring:
+            slowest = min(self.ring.values())
+            aside = "" if first.measured else "TCP alone, "
+            latency = max(self.latencies.values(), default=0.0)
+            parts.append(
+                f"between hosts {rate_text(slowest)}, {latency_text(latency)} ({aside}{way})"
+            )
+        if self.inside:
+            parts.append(f"inside {rate_text(min(self.inside.values()))} over loopback")
+        return "; ".join(parts)
+
+    def _usual(self) -> float:
+        rates = sorted(self.pairs.values() or self.ring.values())
+        return rates[len(rates) // 2] if rates else 0.0
+
+    def _slow(self) -> Mapping[Way, float]:
+        rates = self.pairs or self.ring
+        return {way: rate for way, rate in rates.items() if rate < UNEVEN * self._usual()}
 
 
 def rounds(places: Sequence[int]) -> Iterable[dict[int, int]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 import socket
 import time
 from contextlib import suppress
@@ -11,13 +12,11 @@ import pytest
 
 from drivetrain_launch.ranks.preflight import (
     CheckedHost,
-    Findings,
     HostCheck,
     HostProbe,
     Peer,
     chosen_address,
     machine_id,
-    new_token,
     rounds,
     transport_of,
 )
@@ -44,7 +43,7 @@ def opened(probe, token, address="127.0.0.1", index=0):
 
 
 def test_latency_clock_and_bandwidth_of_another_host(probes):
-    token = new_token()
+    token = secrets.token_hex(16)
     peer = opened(probes[2], token)
     probes[0].open("127.0.0.1", token)
     latency_s, clock_s = probes[0].ask_time(peer)
@@ -54,8 +53,8 @@ def test_latency_clock_and_bandwidth_of_another_host(probes):
 
 
 def test_who_lacks_the_token_gets_no_answer(probes):
-    peer = opened(probes[1], new_token())
-    probes[0].open("127.0.0.1", new_token())
+    peer = opened(probes[1], secrets.token_hex(16))
+    probes[0].open("127.0.0.1", secrets.token_hex(16))
     with pytest.raises(ConnectionError):
         probes[0].ask_time(peer)
     with socket.create_connection(peer[1:], timeout=5) as stranger:
@@ -65,9 +64,9 @@ def test_who_lacks_the_token_gets_no_answer(probes):
 
 
 def test_closed_probe_listens_no_longer(probes):
-    peer = opened(probes[1], new_token())
+    peer = opened(probes[1], secrets.token_hex(16))
     probes[1].close()
-    probes[0].open("127.0.0.1", new_token())
+    probes[0].open("127.0.0.1", secrets.token_hex(16))
     with pytest.raises(OSError, match="refused"):
         probes[0].ask_time(peer)
 
@@ -93,7 +92,12 @@ def run_check(probes, hosts, *, extent="short", broken=()):
         reply = await asyncio.to_thread(probes[index].carry_out, {**order, "peers": peers})
         return json.loads(json.dumps(reply))  # as the connection between launchers does
 
-    return asyncio.run(HostCheck(hosts=hosts, ask=ask, extent=extent).run())
+    return checked(HostCheck(hosts=hosts, ask=ask, extent=extent))
+
+
+def checked(check):
+    asyncio.run(check.run())
+    return check
 
 
 def test_full_check_fills_the_table_of_all_pairs(probes, hosts):
@@ -136,8 +140,7 @@ def test_silent_host_is_said_not_to_be_checked(hosts):
     async def ask(index, order):
         await asyncio.sleep(60)
 
-    check = HostCheck(hosts=hosts[:2], ask=ask, limit_s=0.05)
-    found = asyncio.run(check.run())
+    found = checked(HostCheck(hosts=hosts[:2], ask=ask, limit_s=0.05))
     assert not found.refusal
     assert [line for line in found.lines() if "was not checked: no reply" in line]
     assert found.link == 0
@@ -145,12 +148,12 @@ def test_silent_host_is_said_not_to_be_checked(hosts):
     async def fail(index, order):
         return {"error": "no such address"} if index else {"port": 1, "answers": {}}
 
-    found = asyncio.run(HostCheck(hosts=hosts[:2], ask=fail).run())
+    found = checked(HostCheck(hosts=hosts[:2], ask=fail))
     assert "preflight: host 1 (n1) was not checked: no such address" in list(found.lines())
 
 
 def test_slow_links_are_named(hosts):
-    found = Findings(hosts, ring={(2, 0): 1e9, (0, 1): 1.1e9, (1, 2): 2e7})
+    found = HostCheck(hosts=hosts, ask=None, ring={(2, 0): 1e9, (0, 1): 1.1e9, (1, 2): 2e7})
     slow = [line for line in found.lines() if "slow link" in line]
     assert slow == [
         "preflight: slow link: from host 1 (n1) to host 2 (n2) 20 MB/s, less than half of the "
@@ -160,9 +163,9 @@ def test_slow_links_are_named(hosts):
 
 def test_the_rate_of_tcp_says_nothing_about_another_transport(hosts):
     ring = {(1, 0): 1e9, (0, 1): 2e9}
-    assert Findings(hosts[:2], ring=ring).link == 1e9
+    assert HostCheck(hosts=hosts[:2], ask=None, ring=ring).link == 1e9
     other = CheckedHost(index=1, name="n1", address="127.0.0.2", measured=False)
-    assert Findings([hosts[0], other], ring=ring).link == 0
+    assert HostCheck(hosts=[hosts[0], other], ask=None, ring=ring).link == 0
 
 
 def test_transport_of_nccl_is_not_measured_where_it_has_adapters(tmp_path, monkeypatch):
