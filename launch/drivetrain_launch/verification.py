@@ -217,10 +217,7 @@ class Examination:
         comparison = compare(run.record, reference.record)
         if comparison.problem:
             return Finding(
-                label=label,
-                result="incomparable",
-                mesh=run.record.mesh,
-                reason=comparison.problem,
+                label=label, result="incomparable", mesh=run.record.mesh, reason=comparison.problem
             )
         repeated, remarks = None, list(_cleared(reference.record))
         if comparison.differences:
@@ -306,8 +303,7 @@ def _cleared(reference: RunRecord) -> Iterator[str]:
 
 def _without_record(label: str, attempt: Attempt, prefix: str = "") -> Finding:
     """Return the finding about a run that recorded nothing; a reference must not refuse."""
-    results: dict[str, Result] = {"refused": "failed" if prefix else "refused", "hung": "hung"}
-    result: Result = results.get(attempt.ending, "failed")
-    if attempt.ending == "empty":
-        result = "incomparable"
+    results: dict[str, Result] = {"hung": "hung", "empty": "incomparable"}
+    results["refused"] = "failed" if prefix else "refused"
+    result = results.get(attempt.ending, "failed")
     return Finding(label=label, result=result, reason=prefix + attempt.reason, attempt=attempt)

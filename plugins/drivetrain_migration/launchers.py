@@ -190,10 +190,7 @@ class Draft:
             section, dot, rest = key.partition(".")
             origins[f"{places.get(section, section)}{dot}{rest}"] = text
         return Translation(
-            values=values | self._values,
-            origins=origins,
-            remarks=self._remarks,
-            script=self.script,
+            values=values | self._values, origins=origins, remarks=self._remarks, script=self.script
         )
 
 
@@ -712,10 +709,7 @@ DEFAULT_PORT = 29500
 
 
 def read_options(
-    words: Sequence[str],
-    known: Collection[str],
-    table: Table,
-    program: str,
+    words: Sequence[str], known: Collection[str], table: Table, program: str
 ) -> tuple[dict[str, Any], list[str]]:
     """Divide the words of a command line into its options and its script, as its own parser would.
 

@@ -10,7 +10,7 @@ import textwrap
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
@@ -28,6 +28,7 @@ from drivetrain.config.schema import is_union
 from drivetrain.errors import ConfigError, refusing, replace_text
 from drivetrain.registry import strategies
 from drivetrain_launch.commands.options import (
+    EXAMPLE_SCRIPT,
     FLAGS,
     SETTINGS,
     check_run,
@@ -37,12 +38,10 @@ from drivetrain_launch.commands.options import (
     knobs_of,
     resolve_command_line,
     rest_argument,
+    run_line,
     source_options,
 )
 from drivetrain_launch.console import show_table, yaml_text
-
-if TYPE_CHECKING:
-    from drivetrain_launch.commands.wizard import Wizard
 
 DEFAULT_PATH = Path("drivetrain.yaml")
 
@@ -113,8 +112,7 @@ def explain(key: str) -> None:
 
 
 @command.command(
-    "import",
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    "import", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )
 @click.option(
     "--output",
@@ -184,7 +182,7 @@ def ask(output: Path) -> int:
     """
     import questionary
 
-    from drivetrain_launch.commands.wizard import Wizard, ask_all, look
+    from drivetrain_launch.commands.wizard import Wizard, ask_all, look, start_line
 
     draft = output.with_suffix(".draft.json")
     answers = _draft(draft)
@@ -218,55 +216,6 @@ def _draft(path: Path) -> dict[str, Any]:
             raise ValueError(f"expected a mapping, found {answers!r}")
     click.echo(f"The answers of {path} stand in brackets.")
     return answers
-
-
-def start_line(path: Path, wizard: "Wizard") -> str:
-    """Return the commands that start the run of the wizard's answers, for the user to copy."""
-    from drivetrain_launch.commands.wizard import (
-        KUBERNETES,
-        MEETING_PORT,
-        MODEL,
-        PLACE,
-        SLURM,
-        SSH,
-        words_of,
-    )
-
-    machines, model, place = wizard.machines, wizard.answers[MODEL], wizard.answers[PLACE]
-    words = words_of(model)
-    script = shlex.join(words if words[0].endswith(".py") else [EXAMPLE_SCRIPT])
-    file = f"--config {shlex.quote(str(path))}"
-    if place == SSH:
-        hosts = ",".join(f"{name}:{machines.ranks}" for name in machines.names)
-        return f"run: drivetrain launch --hosts {hosts} {file} {script}"
-    if place not in (SLURM, KUBERNETES):
-        return run_line(path, machines.count, script)
-    image, suffix, start = (
-        ("", ".sh", "sbatch")
-        if place == SLURM
-        else (" --image IMAGE", ".job.yaml", "kubectl apply -f")
-    )
-    ranks = f"--nnodes {machines.count} --nproc-per-node {machines.ranks}"
-    job = shlex.quote(str(path.with_suffix(suffix)))
-    return (
-        f"run: drivetrain manifest {place}{image} {file} {ranks} --output {job} {script}\n"
-        f"then: {start} {job}\n"
-        f"look first: drivetrain launch --dry-run {file} {ranks} --rdzv-endpoint "
-        f"host0:{MEETING_PORT}"
-    )
-
-
-def run_line(path: Path, hosts: int, script: str) -> str:
-    """Return the command that runs a script with a file, for the user to copy.
-
-    Args:
-        path: of the file.
-        hosts: how many; each runs the command with an index of its own.
-        script: with its arguments, as a shell reads them.
-    """
-    where = "run" if hosts == 1 else f"run on each of the {hosts} hosts, with its own --node-rank"
-    rank = "" if hosts == 1 else " --node-rank 0"
-    return f"{where}: drivetrain launch --config {shlex.quote(str(path))}{rank} {script}"
 
 
 def write(path: Path, text: str, *, replace: bool) -> None:
@@ -401,9 +350,6 @@ def _default(knob: Option) -> str:
 
 # --- import: finds the program that a file or a command line belongs to ---
 
-
-EXAMPLE_SCRIPT = "train.py"
-"""The script of the command that is shown, where a file names none."""
 
 TEXT_SUFFIXES = (".yaml", ".yml", ".json")
 """Names of files with settings; other files are read as scripts of the shell."""

@@ -105,13 +105,13 @@ _NAME = _option(
 _DEVICES = _option(
     "--devices",
     metavar="N",
-    type=int,
+    type=click.IntRange(min=0),
     help="Accelerators of each host, 0 for the CPU. [default: one per rank]",
 )
 _NOTICE = _option(
     "--notice",
     metavar="SECONDS",
-    type=int,
+    type=click.IntRange(min=1),
     default=120,
     show_default=True,
     help="Time between the scheduler's notice and its kill, for a last checkpoint.",
@@ -321,7 +321,7 @@ class SchedulerJob:
         command: what runs on each host.
 
     Raises:
-        ConfigError: a name that schedulers refuse, or a number below its minimum.
+        ConfigError: schedulers refuse the name.
     """
 
     name: str
@@ -337,9 +337,6 @@ class SchedulerJob:
                 f"expected a job name of at most 40 lower-case letters, digits and hyphens that "
                 f"starts with a letter, found {self.name!r}; choose one with --name"
             )
-        for key, minimum in (("devices", 0), ("notice", 1)):
-            if (value := getattr(self, key)) < minimum:
-                raise ConfigError(f"--{key}: expected at least {minimum}, found {value}")
 
 
 def arguments_of(resolved: Resolved, notice: int) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ configuration, whose origins quote the user's words.
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -101,10 +102,7 @@ TORCHRUN_RANKS = {
 """torchrun's words for a number of ranks."""
 
 
-SETTINGS: dict[str, Any] = {
-    "help_option_names": ["-h", "--help"],
-    "max_content_width": 100,
-}
+SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 """Settings of the contexts of commands."""
 
 
@@ -528,11 +526,7 @@ OPTIONS = (
         "FILE",
         "Start on the hosts of a file with lines such as 'n1 slots=8'. [default: none]",
     ),
-    (
-        "--include",
-        SELECTION,
-        "Of the hosts, take these alone, with these devices. [default: all]",
-    ),
+    ("--include", SELECTION, "Of the hosts, take these alone, with these devices. [default: all]"),
     ("--exclude", SELECTION, "Of the hosts, leave out these, or these devices. [default: none]"),
     ("--export", "NAME[=TEXT]", "Give hosts this variable, too; repeatable. [default: none]"),
     ("--env-file", "FILE", "Give hosts the variables of lines NAME=TEXT. [default: none]"),
@@ -656,6 +650,23 @@ def _variable(text: str, where: str) -> tuple[str, str]:
             f"{where}: the variable {match[1]} is not set here; set it, or give {match[1]}=TEXT"
         )
     return match[1], os.environ[match[1]] if match[2] is None else match[2]
+
+
+EXAMPLE_SCRIPT = "train.py"
+"""The script of a command that is shown, where none is named."""
+
+
+def run_line(path: Path, hosts: int, script: str) -> str:
+    """Return the command that runs a script with a file, for the user to copy.
+
+    Args:
+        path: of the file.
+        hosts: how many; each runs the command with an index of its own.
+        script: with its arguments, as a shell reads them.
+    """
+    where = "run" if hosts == 1 else f"run on each of the {hosts} hosts, with its own --node-rank"
+    rank = "" if hosts == 1 else " --node-rank 0"
+    return f"{where}: drivetrain launch --config {shlex.quote(str(path))}{rank} {script}"
 
 
 def check_run(resolved: Resolved) -> None:

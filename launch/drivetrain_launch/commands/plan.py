@@ -559,11 +559,7 @@ def _plain(promise: "Promise", room: int | None) -> dict[str, Any]:
 
 
 def _show_promises(
-    model: "ModelSpec",
-    promises: "list[Promise]",
-    resolved: Resolved,
-    ranks: int,
-    room: int | None,
+    model: "ModelSpec", promises: "list[Promise]", resolved: Resolved, ranks: int, room: int | None
 ) -> None:
     """Print one table over all forms, and the reasons of refusals."""
     hosts = resolved.run.launch.nnodes

@@ -37,6 +37,7 @@ from drivetrain.config.schema import LinksConfig
 from drivetrain.errors import ConfigError, DrivetrainError, refusing
 from drivetrain.hardware.sizes import DEVICES, GIB, device_bytes, parameter_count, size_text
 from drivetrain.registry import Registry
+from drivetrain_launch.commands.options import EXAMPLE_SCRIPT, check_run, run_line
 from drivetrain_launch.console import listed
 from drivetrain_launch.ranks.placement import Endpoint, Variables, accelerators, cores
 from drivetrain_launch.ranks.remote import RemoteHost, read_hostfile, read_hosts
@@ -272,11 +273,6 @@ class Wizard:
         return next(itertools.islice(self._questions(), self._position, None), None)
 
     @property
-    def can_go_back(self) -> bool:
-        """Whether a question was answered before this one."""
-        return self._position > 0
-
-    @property
     def machines(self) -> Machines:
         """The hosts of the run."""
         place = self.answers[PLACE]
@@ -302,9 +298,10 @@ class Wizard:
         self.answers[question.key] = value
         self._position += 1
 
-    def back(self) -> None:
-        """Return to the question before."""
-        self._position = max(0, self._position - 1)
+    def back(self) -> bool:
+        """Return to the question before; whether there was one."""
+        before, self._position = self._position, max(0, self._position - 1)
+        return before > 0
 
     def read(self, question: Question, text: str) -> Any:
         """Turn typed text into a value of the question's knob.
@@ -506,7 +503,6 @@ class Wizard:
 
     def _judge_strategy(self, key: str, value: Any) -> None:
         """Refuse ranks that cannot be divided so, and after the last question a wrong file."""
-        from drivetrain_launch.commands.options import check_run
         from drivetrain_launch.forecast import plan
 
         following = Wizard(self.registry, self.seen, {**self.answers, key: value})
@@ -571,6 +567,32 @@ def _choices(titles: Mapping[str, str]) -> Sequence[Choice]:
     return [Choice(title, value) for value, title in titles.items()]
 
 
+def start_line(path: Path, wizard: Wizard) -> str:
+    """Return the commands that start the run of the wizard's answers, for the user to copy."""
+    machines, model, place = wizard.machines, wizard.answers[MODEL], wizard.answers[PLACE]
+    words = words_of(model)
+    script = shlex.join(words if words[0].endswith(".py") else [EXAMPLE_SCRIPT])
+    file = f"--config {shlex.quote(str(path))}"
+    if place == SSH:
+        hosts = ",".join(f"{name}:{machines.ranks}" for name in machines.names)
+        return f"run: drivetrain launch --hosts {hosts} {file} {script}"
+    if place not in (SLURM, KUBERNETES):
+        return run_line(path, machines.count, script)
+    image, suffix, start = (
+        ("", ".sh", "sbatch")
+        if place == SLURM
+        else (" --image IMAGE", ".job.yaml", "kubectl apply -f")
+    )
+    ranks = f"--nnodes {machines.count} --nproc-per-node {machines.ranks}"
+    job = shlex.quote(str(path.with_suffix(suffix)))
+    return (
+        f"run: drivetrain manifest {place}{image} {file} {ranks} --output {job} {script}\n"
+        f"then: {start} {job}\n"
+        f"look first: drivetrain launch --dry-run {file} {ranks} --rdzv-endpoint "
+        f"host0:{MEETING_PORT}"
+    )
+
+
 # --- the dialog, drawn by questionary ---
 
 
@@ -625,9 +647,8 @@ def ask_all(wizard: Wizard, default: Path, write: Callable[[Path, str], None]) -
         else:
             value = _type(question.text, question.default)
         if value == BACK:
-            if not wizard.can_go_back:
+            if not wizard.back():
                 questionary.print("this is the first question")
-            wizard.back()
             continue
         try:
             wizard.answer(value if question.choices else wizard.read(question, value))

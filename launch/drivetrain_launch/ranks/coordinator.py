@@ -14,17 +14,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from drivetrain.errors import ConfigError, PreflightError
 from drivetrain.runtime.board import PREEMPTED
 from drivetrain_launch.console import say, show_table
-from drivetrain_launch.ranks.channel import (
-    Channel,
-    NotAuthenticError,
-    greet_client,
-    join_store,
-)
+from drivetrain_launch.ranks.channel import Channel, NotAuthenticError, greet_client, join_store
 from drivetrain_launch.ranks.failure import Ending, IdleAttempts, Verdict, judge
 from drivetrain_launch.ranks.placement import HostJob
 from drivetrain_launch.ranks.preflight import CheckedHost, Extent, HostCheck, differences
@@ -187,15 +183,11 @@ class Preflight:
             chosen.setdefault(each.machine_key, each)
         if len(chosen) == 1:
             return ""
-        channels = {each.index: each.channel for each in chosen.values()}
         hosts = [
             CheckedHost(index=each.index, name=each.name, **_reachable(each, address))
             for each in chosen.values()
         ]
-
-        async def ask(index: int, order: Mapping[str, Any]) -> Mapping[str, Any]:
-            return await self._ask(channels[index], order)
-
+        ask = partial(self._ask, {each.index: each.channel for each in chosen.values()})
         found = HostCheck(hosts=hosts, ask=ask, extent=self._extent)
         await found.run()
         for line in found.lines():
@@ -207,13 +199,15 @@ class Preflight:
         self.link = found.link
         return found.refusal
 
-    async def _ask(self, channel: Channel, order: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _ask(
+        self, channels: Mapping[int, Channel], index: int, order: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         """Send an order to a host's probe, and wait for the reply."""
         number = next(self._orders)
         reply = asyncio.get_running_loop().create_future()
         self._replies[number] = reply
         try:
-            channel.send("check", number=number, **order)
+            channels[index].send("check", number=number, **order)
             found: Mapping[str, Any] = await reply
             return found
         finally:

@@ -13,7 +13,7 @@ from drivetrain.config import RunConfig, read_file, read_sets
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
-from drivetrain_launch.commands.config import run_line
+from drivetrain_launch.commands.options import run_line
 
 
 def test_command_to_run_has_an_index_for_each_host():

@@ -152,14 +152,14 @@ def test_a_job_is_named_after_its_script():
 def test_a_wrong_request_is_one_line(command, script):
     for arguments, message in (
         (("slurm", "train.py"), "launch.nproc_per_node: auto"),
-        (("slurm", "--devices", "-1", "train.py"), "--devices: expected at least 0, found -1"),
-        (("slurm", "--devices", "0", "--notice", "0", "train.py"), "--notice: expected at least 1"),
+        (("slurm", "--devices", "-1", "train.py"), "'--devices': -1 is not in the range x>=0"),
+        (("slurm", "--devices", "0", "--notice", "0", "train.py"), "'--notice': 0 is not in"),
         (("slurm", "--devices", "0", "--name", "A_b", "train.py"), "found 'A_b'"),
         (("slurm", "--devices", "0", "--sbatch", "x", "train.py"), "an option of sbatch"),
         (("slurm", "--devices", "0", "--time", "1\n2", "train.py"), "in one line"),
         (("slurm", "--devices", "0", "other.py"), "cannot run the script 'other.py'"),
         (("slurm", "--devices", "0", "-m", "other.run"), "no module named 'other'"),
-        (("slurm", "--devices", "0", "--output", "train.py", "train.py"), "expected a new file"),
+        (("slurm", "--devices", "0", "--output", "train.py", "train.py"), "train.py exists"),
         (("kubernetes", "--image", "i", "--devices", "1"), "expected a SCRIPT"),
     ):
         err = command.error("manifest", *arguments, lines=1)

@@ -18,7 +18,6 @@ from drivetrain.hardware.sizes import GIB
 from drivetrain.registry import strategies
 from drivetrain_launch.commands import preview
 from drivetrain_launch.commands import wizard as questions
-from drivetrain_launch.commands.config import start_line
 from drivetrain_launch.commands.options import check_run
 from drivetrain_launch.commands.wizard import HOSTS, LINK, MODEL, PLACE, STRATEGY_KEY, Seen, Wizard
 
@@ -166,7 +165,7 @@ def test_back_keeps_the_answer_as_the_default(wizard):
     for _ in range(20):
         wizard.back()
     assert wizard.current.key == PLACE
-    assert not wizard.can_go_back
+    assert not wizard.back()
     placed(wizard, "hand", "n1,n2 x 1 x cpu")
     wizard.back()
     wizard.back()
@@ -191,7 +190,7 @@ def test_the_command_at_the_end_is_one_that_is_accepted(command, tmp_path):
         assert wizard.values().get("launch") == launch
         path.write_text(wizard.text())
         assert command.output("config", "check", "run.yaml") == "ok\n"
-        first, *then = start_line(path, wizard).splitlines()
+        first, *then = questions.start_line(path, wizard).splitlines()
         words = shlex.split(first.partition(": ")[2])
         dry = ["--dry-run"] if words[1] == "launch" else []
         out = command.output(words[1], *dry, *words[2:])
@@ -209,7 +208,9 @@ def test_the_command_at_the_end_is_one_that_is_accepted(command, tmp_path):
     with pytest.raises(ConfigError, match=r"mine.py:1: .* found before it SystemExit: 3"):
         wizard.answer("mine.py 3")
     wizard.answers |= {PLACE: "here", MODEL: "mine.py 'two words'"}
-    assert start_line(path, wizard).endswith("launch --config run.yaml mine.py 'two words'")
+    assert questions.start_line(path, wizard).endswith(
+        "launch --config run.yaml mine.py 'two words'"
+    )
 
 
 def test_typed_answers_are_held_to_the_limits(wizard):
