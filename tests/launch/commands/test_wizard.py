@@ -208,9 +208,8 @@ def test_the_command_at_the_end_is_one_that_is_accepted(command, tmp_path):
     with pytest.raises(ConfigError, match=r"mine.py:1: .* found before it SystemExit: 3"):
         wizard.answer("mine.py 3")
     wizard.answers |= {PLACE: "here", MODEL: "mine.py 'two words'"}
-    assert questions.start_line(path, wizard).endswith(
-        "launch --config run.yaml mine.py 'two words'"
-    )
+    line = questions.start_line(path, wizard)
+    assert line.endswith("launch --config run.yaml mine.py 'two words'")
 
 
 def test_typed_answers_are_held_to_the_limits(wizard):
