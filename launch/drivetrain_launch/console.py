@@ -106,10 +106,10 @@ def _draw(
     Console().print(table)
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[object]) -> str:
     """Return names with commas; of many the first ones, and how many more there are."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+    return ", ".join(map(str, names[:MOST_NAMED])) + more
 
 
 def runs(numbers: Iterable[int]) -> list[list[int]]:

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from drivetrain.config.resolve import Resolved
 from drivetrain.errors import CollectiveError
 from drivetrain.registry import strategies
 from drivetrain.verify import Comparison, Difference, RecordRequest, RunRecord, compare, judge
+from drivetrain_launch.console import say
 
 Ending = Literal["recorded", "refused", "failed", "hung", "empty"]
 
@@ -59,7 +60,6 @@ class Job:
         steps: optimizer steps to record.
         limit_s: seconds that one run may take.
         folder: for the records.
-        announce: takes a line about each run before it starts.
     """
 
     resolved: Resolved
@@ -67,13 +67,12 @@ class Job:
     steps: int
     limit_s: float
     folder: Path
-    announce: Callable[[str], None]
 
     def run(self, name: str, ranks: int, request: RecordRequest) -> Attempt:
         """Run the script on so many ranks, with the record in a folder of this name."""
         from drivetrain.runtime.world import RECORD_VARIABLE
 
-        self.announce(f"{name}, on {ranks} ranks" if ranks > 1 else f"{name}, in one process")
+        say(f"{name}, on {ranks} ranks" if ranks > 1 else f"{name}, in one process")
         folder = self.folder / name
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text(_on(self.resolved, ranks, request), encoding="utf-8")

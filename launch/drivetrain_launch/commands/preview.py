@@ -13,23 +13,23 @@ from drivetrain.hardware.sizes import size_text
 from drivetrain.planner.search import HostOrder, HostPlacement
 from drivetrain.strategy import Run, find_strategy
 from drivetrain_launch.commands.config import show_configuration
-from drivetrain_launch.console import say, show_table
+from drivetrain_launch.console import listed, say, show_table
 from drivetrain_launch.forecast import EXAMPLE, example_model, plan, plan_on
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
 from drivetrain_launch.ranks.remote import RemoteHost
 
 
-def preview(resolved: Resolved, listed: Sequence[RemoteHost] = ()) -> None:
+def preview(resolved: Resolved, hosts: Sequence[RemoteHost] = ()) -> None:
     """Print the three tables; nothing is started.
 
     Args:
         resolved: the configuration.
-        listed: hosts to start over ssh, in the order of their ranks.
+        hosts: to start over ssh, in the order of their ranks.
 
     Raises:
         ConfigError: the strategy does not fit this number of ranks.
     """
-    run, shape = _planned(resolved, listed)
+    run, shape = _planned(resolved, hosts)
     kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
     model = example_model()
     run, lines = foresee_links(resolved, run, model)
@@ -42,7 +42,7 @@ def preview(resolved: Resolved, listed: Sequence[RemoteHost] = ()) -> None:
         f"Mesh: {run.mesh} ({shape}){note}",
         ("axis", "size", "ranks of the first line", "crosses hosts"),
         [
-            (axis.name, str(axis.size), _ranks(axis.ranks), "yes" if axis.spans_hosts else "no")
+            (axis.name, str(axis.size), listed(axis.ranks), "yes" if axis.spans_hosts else "no")
             for axis in run.mesh.values()
         ],
     )
@@ -53,12 +53,12 @@ def preview(resolved: Resolved, listed: Sequence[RemoteHost] = ()) -> None:
         show_placement(cost, run)
 
 
-def _planned(resolved: Resolved, listed: Sequence[RemoteHost]) -> tuple[Run, str]:
+def _planned(resolved: Resolved, hosts: Sequence[RemoteHost]) -> tuple[Run, str]:
     """Return the run as rank 0 will see it, and the numbers of ranks in words."""
     settings = resolved.run.launch
-    if listed:
-        counts = " + ".join(map(str, ranks_of(listed, resolved)))
-        return _plan_listed(resolved, listed), f"{counts} ranks"
+    if hosts:
+        counts = " + ".join(map(str, ranks_of(hosts, resolved)))
+        return _plan_listed(resolved, hosts), f"{counts} ranks"
     if settings.nproc_per_node != "auto":  # perhaps of other machines than this one
         ranks = settings.nproc_per_node
     else:
@@ -104,7 +104,7 @@ def show_placement(cost: Cost, run: Run) -> None:
     hosts = run.world.islands
     places = [(host, tuple(r for r, name in enumerate(hosts) if name == host))
               for host in dict.fromkeys(hosts)]  # fmt: skip
-    show_table("Ranks", ("host", "ranks"), [(host, _ranks(ranks)) for host, ranks in places])
+    show_table("Ranks", ("host", "ranks"), [(host, listed(ranks)) for host, ranks in places])
     rows = [
         (f"{operation} over {name}", *_link(run, name, sent))
         for (name, operation), sent in cost.sent.items()
@@ -135,11 +135,6 @@ def _cost_rows(cost: Cost) -> Iterator[tuple[str, str]]:
         yield "sent per step: total", size_text(cost.total_sent)
     elif cost.sent:
         yield "sent per step: total of what is counted", size_text(cost.total_sent)
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown + (", ..." if len(ranks) > 8 else "")
 
 
 # --- the order of listed hosts by measured links, for ``drivetrain launch --topology`` ---

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,16 +121,14 @@ def command(
                 steps=flags["steps"],
                 limit_s=flags["limit"],
                 folder=folder,
-                announce=partial(click.echo, err=True),
             )
             examination = Examination(job, ranks)
             if everything:
                 findings = [examination.finding(label, form) for label, form in forms(ranks)]
             else:
                 findings = [examination.finding("")]
-                if (
-                    attempt := findings[0].attempt
-                ) is not None and attempt.code:  # a traceback first
+                attempt = findings[0].attempt
+                if attempt is not None and attempt.code:  # a traceback first
                     print(attempt.output, file=sys.stderr, end="", flush=True)
     except Stopped as stopped:
         click.echo(f"stopped by {signal.Signals(stopped.number).name}", err=True)

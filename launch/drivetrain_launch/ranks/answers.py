@@ -194,17 +194,12 @@ class Recorded:
     """One collective of one rank.
 
     Attributes:
-        name: the backend and the operation, as in ``nccl:all_reduce``.
-        sizes: shapes of its inputs.
+        what: the backend and the operation, as in ``nccl:all_reduce``, and the shapes of the inputs.
         over: whether the rank's device has finished it.
     """
 
-    name: str
-    sizes: tuple[tuple[int, ...], ...]
+    what: str
     over: bool
-
-    def __str__(self) -> str:
-        return f"{self.name} of {' and '.join(str(size) for size in self.sizes) or 'nothing'}"
 
 
 Flight: TypeAlias = Mapping[str, Mapping[int, Recorded]]
@@ -229,9 +224,9 @@ def read_flight(text: str | bytes) -> Flight:
 
 
 def _recorded(entry: Mapping[str, Any]) -> Recorded:
-    sizes = tuple(tuple(int(each) for each in size) for size in entry["input_sizes"])
+    sizes = " and ".join(str(tuple(map(int, size))) for size in entry["input_sizes"]) or "nothing"
     over = bool(entry["retired"]) or entry["state"] == "completed"
-    return Recorded(entry["profiling_name"], sizes, over)
+    return Recorded(f"{entry['profiling_name']} of {sizes}", over)
 
 
 def newest(flight: Flight) -> Flight:
@@ -261,12 +256,12 @@ def _compared(group: str, flights: Mapping[int, Flight]) -> str:
     there = {rank: each[number] for rank, each in ranks.items() if number in each}
     absent = [rank for rank, each in ranks.items() if max(each) < number]
     expected = next(found for found in there.values() if not found.over)
-    what = f"collective {number} of group {group!r}, {expected}"
+    what = f"collective {number} of group {group!r}, {expected.what}"
     if absent:
         return f"{_listed(absent)} did not enqueue {what}"
-    odd = [rank for rank, found in there.items() if str(found) != str(expected)]
+    odd = [rank for rank, found in there.items() if found.what != expected.what]
     if odd:
-        return f"{_listed(odd)} enqueued {there[odd[0]]} where others enqueued {what}"
+        return f"{_listed(odd)} enqueued {there[odd[0]].what} where others enqueued {what}"
     late = [rank for rank, found in there.items() if not found.over]
     return f"{_listed(late)}: the device has not finished {what}"
 

@@ -92,10 +92,7 @@ INTERFACES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 
 def machine_id() -> str:
     """Return a text that is equal for all processes of this machine, or of this container."""
-    try:
-        boot = BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
+    boot = BOOT_ID.read_text(encoding="ascii").strip() if BOOT_ID.exists() else ""
     return f"{socket.gethostname()} {boot}"
 
 
