@@ -273,6 +273,7 @@ class Table(NamedTuple):
         flags: our counterparts of options without a row, or with another one than the row's.
         kinds: the ``distributed_type`` that a switch stands for.
         excludes: keys that must not stand beside a file of DeepSpeed, which has them itself.
+        meeting: keys of the address of host 0, its port, and the number of hosts.
     """
 
     programs: Sequence[Sequence[str]]
@@ -286,6 +287,7 @@ class Table(NamedTuple):
     flags: Mapping[str, str] = {}
     kinds: Mapping[str, str] = {}
     excludes: Sequence[str] = ()
+    meeting: Sequence[str] = ()
 
 
 @lru_cache
@@ -687,6 +689,13 @@ def hosts(draft: Draft, setting: Setting) -> None:
     draft.set("launch.nnodes", Setting(setting.key, most or least, setting.where).whole(), setting)
 
 
+def endpoint(draft: Draft, setting: Setting) -> None:
+    """Read the place where hosts meet as an address and a port."""
+    host, _, port = str(setting.value).rpartition(":")
+    parts = {"master_addr": host, "master_port": port} if host else {"master_addr": port}
+    draft.read({key: Setting(key, value, setting.where) for key, value in parts.items()})
+
+
 def node_rank(draft: Draft, setting: Setting) -> None:
     """Set the index of this host; a variable of the shell is another one on each host."""
     if str(setting.value).startswith("$"):
@@ -849,14 +858,15 @@ class TableImporter(Importer):
         """Return whether there are keys that files of the program alone have."""
         return not set(self.table.marks).isdisjoint(values)
 
-    def draft_of_options(self, words: Sequence[str], folder: Path) -> Draft:
-        """Return the draft of options, over a DeepSpeed file that the script names."""
+    def translate_command(self, words: Sequence[str], folder: Path) -> Translation:
+        """Translate a command line, over a DeepSpeed file that the script names."""
         rows, program = self.table.options, self.programs[0][0]
         options, script = read_options(words, {row.key for row in rows}, self.table, program)
         draft = draft_of_script(script, folder, bool(options.get("module")))
         draft.read(settings(layer_of(options, {}, program), rows))
         draft.apply(rows)
-        return draft
+        set_hosts(draft, *self.table.meeting)
+        return draft.finish()
 
 
 class Torchrun(TableImporter, program="torchrun"):
@@ -866,17 +876,6 @@ class Torchrun(TableImporter, program="torchrun"):
         """Refuse: there are no such files."""
         raise ConfigError("expected a command line of torchrun, found a file")
 
-    def translate_command(self, words: Sequence[str], folder: Path) -> Translation:
-        """Translate a command line."""
-        draft = self.draft_of_options(words, folder)
-        if "rdzv_endpoint" in draft.given and draft.hosts > 1:
-            endpoint = draft.given["rdzv_endpoint"]
-            host, _, port = str(endpoint.value).rpartition(":")
-            parts = {"master_addr": host, "master_port": port} if host else {"master_addr": port}
-            draft.read({key: Setting(key, value, endpoint.where) for key, value in parts.items()})
-        set_hosts(draft, "master_addr", "master_port", "nnodes")
-        return draft.finish()
-
 
 class DeepSpeed(TableImporter, program="deepspeed"):
     """DeepSpeed: its JSON, and the command ``deepspeed``."""
@@ -884,12 +883,6 @@ class DeepSpeed(TableImporter, program="deepspeed"):
     def translate(self, layer: Layer, folder: Path) -> Translation:
         """Translate a JSON file."""
         return draft_of_file(layer).finish()
-
-    def translate_command(self, words: Sequence[str], folder: Path) -> Translation:
-        """Translate a call of the launcher, with the JSON file that its script names."""
-        draft = self.draft_of_options(words, folder)
-        set_hosts(draft, "master_addr", "master_port", "num_nodes")
-        return draft.finish()
 
 
 # --- accelerate's files and ``accelerate launch`` ---
@@ -926,7 +919,7 @@ def translate_values(layer: Layer, folder: Path, draft: Draft, extra: Sequence[R
     draft.apply(row for row in rows if row.key.partition(".")[0] not in idle)
     if kind == "DEEPSPEED":
         check_paths(draft, [f"{DEEPSPEED}.{key}" for key in OFFLOAD_DEVICES])
-    set_hosts(draft, "main_process_ip", "main_process_port", "num_machines")
+    set_hosts(draft, *table_of("accelerate").meeting)
     draft.strategy.setdefault("name", WHOLE)
     return draft
 

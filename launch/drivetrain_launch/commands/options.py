@@ -149,8 +149,9 @@ class GroupedCommand(click.Command):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         names: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
-        super().__init__(*args, context_settings=SETTINGS | names, **kwargs)
+        self.context_settings = SETTINGS | names
         self.allow_interspersed_args = all(each.nargs != -1 for each in self.params)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -194,7 +194,7 @@ class Recorded:
     """One collective of one rank.
 
     Attributes:
-        what: the backend and the operation, as in ``nccl:all_reduce``, and the shapes of the inputs.
+        what: the backend and the operation, as in ``nccl:all_reduce``, and shapes of its inputs.
         over: whether the rank's device has finished it.
     """
 
