@@ -369,14 +369,6 @@ def above_one(draft: Draft, setting: Setting, key: str, minimum: int = 1) -> Non
 # --- ZeRO, of DeepSpeed's own files and those of Accelerate ---
 
 
-def stage(draft: Draft, setting: Setting) -> None:
-    """Choose the strategy of a ZeRO stage."""
-    number = setting.whole(minimum=0)
-    if number >= len(STAGES):
-        raise setting.wrong("a stage from 0 to 3")
-    draft.set("strategy.name", STAGES[number], setting)
-
-
 def _stage_of(draft: Draft) -> int:
     """Return the chosen stage: 0 where there is none."""
     return STAGES.index(draft.name) if draft.name in STAGES else 0

@@ -154,17 +154,10 @@ def show(found: Description, *, every: bool) -> None:
 
 def _show_tensors(title: str, tensors: Sequence[SavedTensor]) -> None:
     columns = ("name", "optimizer state", "dtype", "shape", "size", "parts")
-    rows = [
-        (
-            t.name,
-            t.state,
-            t.dtype,
-            shape_text(t.shape),
-            size_text(tensor_bytes(t)),
-            str(len(t.parts)),
-        )
-        for t in tensors
-    ]
+    rows = []
+    for each in tensors:
+        size, parts = size_text(tensor_bytes(each)), str(len(each.parts))
+        rows.append((each.name, each.state, each.dtype, shape_text(each.shape), size, parts))
     show_table(title, columns, rows)
 
 

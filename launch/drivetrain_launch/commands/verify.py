@@ -286,10 +286,8 @@ def _ranks(count: int) -> str:
 
 
 def _plain(finding: "Finding") -> dict[str, Any]:
-    def sizes(comparison: "Comparison | None") -> dict[str, float] | None:
-        if comparison is None:
-            return None
-        return {kind: comparison.largest(kind) for kind in comparison.compared}
+    def sizes(one: "Comparison | None") -> dict[str, float] | None:
+        return None if one is None else {kind: one.largest(kind) for kind in one.compared}
 
     return {
         "label": finding.label,

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from drivetrain.runtime.board import NOTICES, PREEMPTED, ask_to_stop
 from drivetrain.runtime.world import LINK_VARIABLE, WORK_VARIABLE, reader_mark, saved_mark
 from drivetrain_launch.console import say
-from drivetrain_launch.ranks.answers import BOARD_VARIABLE, status_of
+from drivetrain_launch.ranks.answers import BOARD_VARIABLE, BoardReader, status_of
 from drivetrain_launch.ranks.channel import SECRET_VARIABLE, shared_secret
 from drivetrain_launch.ranks.failure import (
     Ending,
@@ -365,8 +365,7 @@ def _attempts(job: HostJob, meeting: HostMeeting, signals: Signals, started: set
         started.update(ranks.pids_by_rank.values())
         works = WorkFiles(private, ranks.pids_by_rank, job.launch.straggler_every_s)
         watch = HangWatch(
-            ranks.pids_by_rank,
-            {rank: board_of(private, rank) for rank in ranks.pids_by_rank},
+            [BoardReader(r, pid, board_of(private, r)) for r, pid in ranks.pids_by_rank.items()],
             hosts=meeting.hosts(assignment),
             stops=job.launch.on_hang == "stop",
             folder=logs,

@@ -426,8 +426,7 @@ class HangWatch:
     """Looks at the ranks of this host in one attempt.
 
     Args:
-        pids: process ids of the ranks here, by global rank.
-        boards: path of each rank's board, by global rank.
+        readers: of the boards of the ranks here.
         hosts: the other launchers; None on one host.
         stops: whether a hang ends the run.
         folder: for the file about a hang, or None.
@@ -439,16 +438,15 @@ class HangWatch:
 
     def __init__(
         self,
-        pids: Mapping[int, int],
-        boards: Mapping[int, Path],
+        readers: Sequence[BoardReader],
         *,
         hosts: Hosts | None = None,
         stops: bool = False,
         folder: Path | None = None,
         say: Callable[[str], None],
     ) -> None:
-        self._readers = [BoardReader(rank, pid, boards[rank]) for rank, pid in pids.items()]
-        self._hosts, self._stops, self._folder, self._say = hosts, stops, folder, say
+        self._readers, self._hosts = readers, hosts
+        self._stops, self._folder, self._say = stops, folder, say
         self._over = threading.Event()
         self._usual = Usual()
         self._asked: dict[int, tuple[float, RankView]] = {}

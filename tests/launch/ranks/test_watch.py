@@ -17,7 +17,7 @@ def seen(rank, submitted, seconds, **facts):
 def test_a_hang_is_told_once_and_its_end_once():
     said, views = [], {}
     hosts = Hosts(show=lambda shown: None, others=lambda: views)
-    watch = HangWatch({}, {}, hosts=hosts, stops=False, say=said.append)
+    watch = HangWatch([], hosts=hosts, stops=False, say=said.append)
     hangs = {0: seen(0, 9, 50.0), 1: seen(1, 8, 0.0)}
     goes_on = {0: seen(0, 9, 0.0), 1: seen(1, 9, 0.0)}
     for states in (goes_on, hangs, hangs, goes_on, goes_on):
@@ -32,7 +32,7 @@ def test_a_hang_is_told_once_and_its_end_once():
 def test_a_hang_ends_the_run_where_it_shall(tmp_path):
     said, views = [], {0: seen(0, 9, 0.0, still_s=70.0), 1: seen(1, 8, 0.0, stack="line\n" * 32)}
     hosts = Hosts(show=lambda shown: None, others=lambda: views)
-    watch = HangWatch({}, {}, hosts=hosts, stops=True, folder=tmp_path, say=said.append)
+    watch = HangWatch([], hosts=hosts, stops=True, folder=tmp_path, say=said.append)
     watch.look()
     assert "no rank waits there" in said[0]
     assert watch.hang is None, "nothing proves that the rank is stuck"
@@ -54,12 +54,11 @@ def test_a_rank_is_asked_once_in_each_rest(tmp_path, monkeypatch):
         rank, pid, path = 0, 1, tmp_path / "board"
         read = staticmethod(lambda: view(0, still_s=next(rests), state=states.pop()))
 
-    monkeypatch.setattr(watching, "BoardReader", lambda *place: Reader)
     monkeypatch.setattr(watching, "ask", lambda *place: asked.append(0) or f"stack {len(asked)}")
     monkeypatch.setattr(watching, "ask_flights", lambda boards: {})
     monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: next(moments)))
     hosts = Hosts(show=shown.extend, others=dict, judges=False)
-    watch = HangWatch({0: 1}, {0: Reader.path}, hosts=hosts, say=pytest.fail)
+    watch = HangWatch([Reader], hosts=hosts, say=pytest.fail)
     monkeypatch.setattr(watching, "SHOW_S", 0.0)
     for _ in states[:]:
         watch.look()
