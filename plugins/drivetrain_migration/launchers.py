@@ -254,9 +254,6 @@ DEEPSPEED, FSDP, MEGATRON = "deepspeed_config", "fsdp_config", "megatron_lm_conf
 SECTIONS = {"DEEPSPEED": DEEPSPEED, "FSDP": FSDP, "MEGATRON_LM": MEGATRON}
 """The section that belongs to each kind of ``distributed_type`` with one."""
 
-KINDS = ("NO", "CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "XPU", "NEURON")
-"""Devices of ``distributed_type`` without a section, after ``MULTI_`` where there are several."""
-
 
 class Table(NamedTuple):
     """The table of one program.
@@ -627,16 +624,6 @@ def precision(draft: Draft, setting: Setting) -> None:
     draft.set("precision", word, setting)
     if kind_of(draft) in SECTIONS:
         draft.low = "bf16" if word == "fp8" else word
-
-
-def kind(draft: Draft, setting: Setting) -> None:
-    """Check how the run is spread."""
-    if setting.value in {"XLA", "TPU"}:
-        raise setting.wrong("a machine with CPUs or GPUs (TPUs are not supported)")
-    if str(setting.value).removeprefix("MULTI_") not in {*KINDS, *SECTIONS}:
-        raise setting.wrong(f"NO, MULTI_GPU, MULTI_CPU, {', '.join(SECTIONS)}")
-    if setting.value == "MULTI_CPU":
-        draft.set("launch.device", "cpu", setting)
 
 
 def devices(draft: Draft, setting: Setting) -> None:

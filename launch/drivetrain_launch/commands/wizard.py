@@ -15,7 +15,7 @@ import termios
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -502,8 +502,7 @@ class Wizard:
         """Refuse ranks that cannot be divided so, and after the last question a wrong file."""
         from drivetrain_launch.forecast import plan
 
-        following = Wizard(self.registry, self.seen, {**self.answers, key: value})
-        following._proposals = self._proposals
+        following = replace(self, answers={**self.answers, key: value})
         asked = [question.key for question in following._questions()]
         kept = [each for each in asked[: self._position + 1] if not each.startswith(FACTS)]
         answers = {each: following.answers[each] for each in kept}

@@ -144,39 +144,26 @@ class Leader:
             writer.close()
             raise
 
-    async def connect_soon(self, limit_s: float) -> Channel:
-        """Open a channel to a host 0 that may come later.
+    async def connect_within(self, limit_s: float, *, was_there: bool = False) -> Channel:
+        """Open a channel to a host 0 that may come later, or come back.
+
+        Args:
+            limit_s: how long to wait for it.
+            was_there: whether it was lost: then an answer that nobody listens there is the last.
 
         Raises:
-            PreflightError: it did not come in time.
+            NotAuthenticError: host 0 has another secret.
+            OSError: it did not come in time.
         """
         deadline = time.monotonic() + limit_s
         while True:
             try:
                 return await self.connect()
             except OSError as error:
-                if time.monotonic() > deadline:
-                    raise PreflightError(
-                        f"cannot reach host 0 at {self.endpoint} within {limit_s:g} s: "
-                        f"{in_words(error)}; check that host 0 was started with --node-rank 0 "
-                        "and that the port is open"
-                    ) from error
-                await asyncio.sleep(AGAIN_S)
-
-    async def connect_again(self) -> Channel:
-        """Open a channel to a host 0 that was lost, as soon as the link is back.
-
-        Raises:
-            OSError: it stays away, or answers that nobody listens there any longer.
-        """
-        async with asyncio.timeout(AGAIN_LIMIT_S):
-            while True:
-                try:
-                    return await self.connect()
-                except ConnectionRefusedError:
+                gone = was_there and isinstance(error, ConnectionRefusedError)
+                if gone or time.monotonic() > deadline:
                     raise
-                except OSError:
-                    await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(AGAIN_S)
 
 
 # --- the member ---
@@ -240,9 +227,10 @@ class SeveralHosts:
                 f"this host's secret is not the secret of host 0 at {endpoint}; {WAY_OUT}"
             ) from error
         except OSError as error:
+            within = "" if self._is_leader else f" within {self._job.launch.start_s:g} s"
             raise PreflightError(
-                f"cannot reach host 0 at {endpoint}: {in_words(error)}; check that host 0 was "
-                "started with --node-rank 0 and that the port is open between the hosts"
+                f"cannot reach host 0 at {endpoint}{within}: {in_words(error)}; check that host 0 "
+                "was started with --node-rank 0 and that the port is open between the hosts"
             ) from error
 
     def meet(self) -> Assignment:
@@ -384,12 +372,12 @@ class SeveralHosts:
         self._tasks.clear()
         self._open_channel().writer.transport.abort()
         self._inbox = queue.Queue()
-        self._channel = await self._leader.connect_again()
+        self._channel = await self._leader.connect_within(AGAIN_LIMIT_S, was_there=True)
         self._join_over(self._channel)
 
     async def _reach(self) -> None:
         """Connect to host 0, which may come later, and join."""
-        self._channel = await self._leader.connect_soon(self._job.launch.start_s)
+        self._channel = await self._leader.connect_within(self._job.launch.start_s)
         if not self._is_leader:
             await self._proxy.open()
         self._join_over(self._channel)
