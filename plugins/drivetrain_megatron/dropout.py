@@ -32,6 +32,7 @@ from drivetrain.log import get_logger
 from drivetrain.model.guard import Arguments, Function, Keywords
 from drivetrain.model.modules import NamedModule, UninheritedHook, clean_name, uncompiled
 from drivetrain.model.trace import ModelOperation, ModelTrace
+from drivetrain.model.untouched import keep_padding
 from drivetrain.runtime import rng
 from drivetrain_megatron.recording.calls import (
     ExampleInputs,
@@ -40,7 +41,7 @@ from drivetrain_megatron.recording.calls import (
     uncalled_blocks,
 )
 from drivetrain_megatron.recording.proxy import StageProxy
-from drivetrain_megatron.tensor.attention import attach_heads, keep_padded
+from drivetrain_megatron.tensor.attention import attach_heads
 from drivetrain_megatron.tensor.behavior import behavior_of, release, surround
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, Uncopied
 from drivetrain_megatron.tensor.partition import Partition
@@ -420,7 +421,7 @@ def open_attentions(model: nn.Module, ranks: Communicator) -> None:
     solo = SoloCommunicator(alone, ranks.traffic, ranks.timeout)
     found = [m for m in model.modules() if _is_attention(m) and behavior_of(m) is None]
     if found:
-        keep_padded(model)
+        keep_padding(model)
     for module in found:
         attach_heads(module, Edges(solo))
 

@@ -73,7 +73,6 @@ from drivetrain_megatron.recording.calls import (
     other_calls,
     uncalled_blocks,
 )
-from drivetrain_megatron.tensor.attention import keep_padded
 from drivetrain_megatron.tensor.behavior import Uncompiled
 from drivetrain_megatron.tensor.linear import (
     attach_column,
@@ -276,7 +275,7 @@ class TensorParallel:
                 attach_vocabulary(layer, outside, even(0, rows, size))
             else:
                 attach_column(layer, outside, even(-1, rows, size), logits=True)
-        keep_padded(model)
+        keep_padding(model)
         open_attentions(model, self.ranks)
         self._uncompiled.set(model)
         self._blocks = blocks if plan.sharded else []

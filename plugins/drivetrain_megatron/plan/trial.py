@@ -22,7 +22,6 @@ import functools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
@@ -320,7 +319,7 @@ def random_copy(
     for _, parameter in model.named_parameters():
         # Also what is frozen now: it may be trained later.
         values = _values(parameter, shapes[id(parameter)], generator)
-        known[id(parameter)] = nn.Parameter(values, _floats(parameter))
+        known[id(parameter)] = nn.Parameter(values, parameter.is_floating_point())
     for buffer in model.buffers():
         if buffer.is_meta:
             known[id(buffer)] = _values(buffer, buffer.shape, generator)
@@ -374,14 +373,10 @@ def _shapes(model: nn.Module, layers: Iterable[_Thin]) -> dict[int, Sequence[int
 
 
 def _values(like: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    if not _floats(like):
+    if not like.is_floating_point():
         return torch.zeros(tuple(shape), dtype=like.dtype) if like.is_meta else like.detach().cpu()
     spread = max(shape[-1], 1) ** -0.5 if len(shape) > 1 else 0.5
     return randn(shape, generator) * spread + (len(shape) < 2)
-
-
-def _floats(tensor: Tensor) -> bool:
-    return tensor.is_floating_point()
 
 
 def _thin_layers(model: nn.Module, rows: Collection[str] | None) -> list[_Thin]:
@@ -408,7 +403,12 @@ def _thin_candidates(model: nn.Module, rows: Collection[str]) -> Iterator[_Thin]
     )
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
-        if weight is None or weight.dim() != 2 or weight.numel() < LARGE or not _floats(weight):
+        if (
+            weight is None
+            or weight.dim() != 2
+            or weight.numel() < LARGE
+            or not weight.is_floating_point()
+        ):
             continue
         if min(weight.shape) <= FEATURES or name.startswith(inside):
             continue
@@ -652,8 +652,8 @@ def run_block(block: nn.Module, call: Call, edges: Edges | None = None) -> Resul
     if given is not None:
         given.requires_grad_()
     wanted = [leaf for leaf in floating_in((args, kwargs)) if leaf.requires_grad]
-    with _outputs(block, (args, kwargs), given, edges) as outputs:
-        backward(outputs)
+    outputs = _outputs(block, (args, kwargs), given, edges)
+    backward(outputs)
     return Results(
         [output.detach() for output in outputs],
         [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in wanted],
@@ -665,11 +665,10 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-@contextmanager
 def _outputs(
     block: nn.Module, arguments: Any, inside: Tensor | None, edges: Edges | None
-) -> Iterator[list[Tensor]]:
-    """Context with the floating point outputs of a block, whole on every rank.
+) -> list[Tensor]:
+    """Return the floating point outputs of a block, whole on every rank.
 
     The first activation among the arguments is ``inside``; with tokens, a shard of it.
     """
@@ -677,14 +676,13 @@ def _outputs(
     tokens = None if given is None or edges is None else edges.tokens
     if given is None or inside is None or edges is None or tokens is None:
         args, kwargs = tree_map(lambda x: inside if x is given else x, arguments)
-        yield floating_in(block(*args, **kwargs))
-        return
-    with tokens.of(given.shape[tokens.dim]):
-        sequence = tokens.partition(edges.ranks.size)
-        shard = scatter(inside, edges.ranks, sequence)
-        args, kwargs = tree_map(lambda x: shard if x is given else x, arguments)
-        first, *others = floating_in(block(*args, **kwargs))
-        yield [gather(first, edges.ranks, sequence), *others]
+        return floating_in(block(*args, **kwargs))
+    tokens.begin(given.shape[tokens.dim])
+    sequence = tokens.partition(edges.ranks.size)
+    shard = scatter(inside, edges.ranks, sequence)
+    args, kwargs = tree_map(lambda x: shard if x is given else x, arguments)
+    first, *others = floating_in(block(*args, **kwargs))
+    return [gather(first, edges.ranks, sequence), *others]
 
 
 def backward(outputs: Sequence[Tensor]) -> None:
@@ -797,10 +795,10 @@ def _scaled(partition: Partition, dim: int, count: int) -> Partition | None:
     if not count or partition.size % count:
         return None
     unit = partition.size // count
-    ranges = [[(a / unit, b / unit) for a, b in mine] for mine in partition.ranges]
-    if any(edge % 1 for mine in ranges for pair in mine for edge in pair):
+    if any(edge % unit for mine in partition.ranges for pair in mine for edge in pair):
         return None
-    return Partition(dim, count, tuple(tuple((int(a), int(b)) for a, b in mine) for mine in ranges))
+    ranges = tuple(tuple((a // unit, b // unit) for a, b in mine) for mine in partition.ranges)
+    return Partition(dim, count, ranges)
 
 
 def _fits(
@@ -884,5 +882,4 @@ def _shapes_of(block: nn.Module, call: Call, edges: Edges | None = None) -> list
     arguments = call.copied()
     given = activation_in(arguments)
     outline = None if given is None else StageProxy.of(given, torch.device("cpu"))
-    with _outputs(block, arguments, outline, edges) as outputs:
-        return [output.shape for output in outputs]
+    return [output.shape for output in _outputs(block, arguments, outline, edges)]

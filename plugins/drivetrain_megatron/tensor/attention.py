@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
-from drivetrain_megatron.tensor.linear import Product, as_computed, row_product
+from drivetrain_megatron.tensor.linear import as_computed, row_product
 from drivetrain_megatron.tensor.operators import Edges, gather, reduce
 from drivetrain_megatron.tensor.partition import Partition, even, packed, units
 
@@ -41,10 +41,7 @@ class HeadAttention(Behavior):
     edges: Edges
     heads: Partition
 
-    @property
-    def is_traced(self) -> bool:
-        """Whether ``torch.compile`` may trace the forward."""
-        return True
+    is_traced = True
 
     def forward(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -131,7 +128,7 @@ class HeadAttention(Behavior):
         """Return the output projection, summed over ranks; the bias is added once."""
         out = module.out_proj
         x, weight, bias = as_computed(context, out.weight, out.bias)
-        x = row_product(x, weight, Product(self.edges.ranks, sequence=self.edges.sequence))
+        x = row_product(x, self.edges.ranks, self.edges.sequence, weight)
         return x if bias is None else x + bias
 
     def _shown(
@@ -191,22 +188,6 @@ def head_partitions(module: nn.MultiheadAttention, ranks: int) -> dict[str, Part
     }
     names = {name for name, _ in module.named_parameters()}
     return {name: partition for name, partition in cut.items() if name in names}
-
-
-def keep_padded(model: nn.Module) -> list[nn.TransformerEncoder]:
-    """Stop encoders from packing padded batches into nested tensors, which nothing here can cut.
-
-    Returns:
-        These encoders; set their ``use_nested_tensor`` to undo it.
-    """
-    found = [
-        each
-        for each in model.modules()
-        if isinstance(each, nn.TransformerEncoder) and getattr(each, "use_nested_tensor", False)
-    ]
-    for each in found:
-        each.use_nested_tensor = False
-    return found
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -87,10 +87,7 @@ class Behavior(Uncopied, ABC):
 class Own(Behavior):
     """The forward of the module's own class."""
 
-    @property
-    def is_traced(self) -> bool:
-        """Whether ``torch.compile`` may trace the forward."""
-        return True
+    is_traced = True
 
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute by the module's own class."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, autograd, nn
 
-from drivetrain.collectives import Communicator
+from drivetrain.collectives import Communicator, Finished
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.losses import Classes, head_loss
 from drivetrain_megatron.tensor.behavior import (
@@ -42,7 +42,6 @@ from drivetrain_megatron.tensor.operators import (
     reduce,
     reduce_scatter,
     scatter,
-    start_scattered_sum,
     start_sum,
     unviewed,
 )
@@ -145,28 +144,8 @@ def linear(
     """
     if deferral is None:
         return nn.functional.linear(x, weight.t() if transposed else weight, bias)
-    return _Linear.apply(x, weight, bias, transposed, deferral)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _Linear(autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, later: Deferral
-    ) -> Tensor:
-        ctx.transposed, ctx.later = transposed, later
-        ctx.save_for_backward(x, weight)
-        return nn.functional.linear(x, weight.t() if transposed else weight, bias)
-
-    @staticmethod
-    @autograd.function.once_differentiable
-    def backward(
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_x = grad @ (weight.t() if ctx.transposed else weight) if needs_x else None
-        half = WeightHalf(x, grad, ctx.transposed, needs_weight, needs_bias)
-        return grad_x, *half.settled(ctx.later), None, None
+    product = Product(transposed=transposed, deferral=deferral)
+    return _ColumnProduct.apply(x, weight, bias, product)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Half(autograd.Function):
@@ -199,13 +178,13 @@ class Product(NamedTuple):
     """How a product is computed, and over which ranks.
 
     Attributes:
-        ranks: the axis.
+        ranks: the axis; None for a product of this rank alone.
         sequence: None: the activation outside is whole on every rank; else its cut.
         transposed: whether the weight is (in, out), as in ``Conv1D``, and not (out, in).
         deferral: may take the half of backward that nobody waits for.
     """
 
-    ranks: Communicator
+    ranks: Communicator | None = None
     sequence: Partition | None = None
     transposed: bool = False
     deferral: Deferral | None = None
@@ -222,38 +201,21 @@ class Product(NamedTuple):
         matrix = weight if self.transposed else weight.t()
         return torch.mm(rows_of(grad), matrix.t()).view(*grad.shape[:-1], matrix.shape[0])
 
-    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of the weight, now and within autograd."""
-        product = torch.mm(rows_of(grad).t(), rows_of(x))
-        return product.t() if self.transposed else product
+    def entered(self, x: Tensor) -> Tensor:
+        """Return a whole activation."""
+        if self.ranks is None or self.sequence is None:
+            return x
+        return gathered(x, self.ranks, self.sequence)
 
-
-def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-    """Return this rank's columns of a product, of a whole input, or of a shard of the sequence.
-
-    Shards are gathered, and kept whole for backward.
-    """
-    if is_outline(x, weight):
-        if product.sequence is not None:
-            x = gather(x, product.ranks, product.sequence, partial=True)
-        return product.of(x, weight, bias)
-    return _columns(
-        x, product.ranks, product.sequence, weight, bias, product.transposed, product.deferral
-    )
-
-
-def row_product(x: Tensor, weight: Tensor, product: Product) -> Tensor:
-    """Return the whole product of this rank's features, or this rank's shard of its sequence."""
-    if is_outline(x, weight):
-        out = product.of(x, weight, None)
-        if product.sequence is None:
-            return out
-        return reduce_scatter(out, product.ranks, product.sequence)
-    return _rows(x, product.ranks, product.sequence, weight, product.transposed, product.deferral)
+    def start_sum(self, tensor: Tensor, *, own: bool = True) -> PendingSum:
+        """Start to sum ranks' parts of an activation, as it is outside."""
+        if self.ranks is None:
+            return PendingSum(Finished(), lambda: tensor)
+        return start_sum(tensor, self.ranks, self.sequence, own=own)
 
 
 @one_node
-def _columns(
+def column_product(
     x: Tensor,
     ranks: Communicator,
     sequence: Partition | None,
@@ -261,14 +223,28 @@ def _columns(
     bias: Tensor | None,
     *how: Any,
 ) -> Tensor:
-    return _ColumnProduct.apply(x, weight, bias, Product(ranks, sequence, *how))  # type: ignore[no-any-return,no-untyped-call]
+    """Return this rank's columns of a product, of a whole input, or of a shard of the sequence.
+
+    Shards are gathered, and kept whole for backward. ``how`` are the other fields of ``Product``.
+    """
+    product = Product(ranks, sequence, *how)
+    if is_outline(x, weight):
+        if sequence is not None:
+            x = gather(x, ranks, sequence, partial=True)
+        return product.of(x, weight, bias)
+    return _ColumnProduct.apply(x, weight, bias, product)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @one_node
-def _rows(
+def row_product(
     x: Tensor, ranks: Communicator, sequence: Partition | None, weight: Tensor, *how: Any
 ) -> Tensor:
-    return _RowProduct.apply(x, weight, Product(ranks, sequence, *how))  # type: ignore[no-any-return,no-untyped-call]
+    """Return the whole product of this rank's features, or this rank's shard of its sequence."""
+    product = Product(ranks, sequence, *how)
+    if is_outline(x, weight):
+        out = product.of(x, weight, None)
+        return out if sequence is None else reduce_scatter(out, ranks, sequence)
+    return _RowProduct.apply(x, weight, product)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def as_computed(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Any]:
@@ -291,8 +267,7 @@ class _ColumnProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product
     ) -> Tensor:
-        if product.sequence is not None:
-            x = gathered(x, product.ranks, product.sequence)
+        x = product.entered(x)
         ctx.product = product
         ctx.save_for_backward(x, weight)
         return product.of(x, weight, bias)
@@ -302,36 +277,25 @@ class _ColumnProduct(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         product: Product = ctx.product
-        if not torch.is_grad_enabled() or product.sequence is not None:
+        if not torch.is_grad_enabled() or product.ranks is None or product.sequence is not None:
             return _ColumnProduct.once(ctx, grad)  # type: ignore[no-any-return]
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        return (  # gradients that can be differentiated again
-            reduce(product.input_grad(grad, weight), product.ranks) if needs_x else None,
-            product.weight_grad(grad, copy(x, product.ranks)) if needs_weight else None,
-            rows_of(grad).sum(0) if needs_bias else None,
-            None,
-        )
+        needs_x, *needs, _ = ctx.needs_input_grad
+        # gradients that can be differentiated again
+        grad_x = reduce(product.input_grad(grad, weight), product.ranks) if needs_x else None
+        half = WeightHalf(copy(x, product.ranks), grad, product.transposed, *needs)
+        return grad_x, *half.compute(), None
 
     @staticmethod
     @once_differentiable
     def once(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         product: Product = ctx.product
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        pending: PendingSum | None = None
-        if needs_x:
-            own = product.input_grad(grad, weight)
-            if product.sequence is None:
-                pending = start_sum(own, product.ranks)
-            else:
-                pending = start_scattered_sum(own, product.ranks, product.sequence, own=True)
-            del own
+        needs_x, *needs, _ = ctx.needs_input_grad
+        pending = product.start_sum(product.input_grad(grad, weight)) if needs_x else None
         # While the input's gradient is on its way:
-        half = WeightHalf(x, grad, product.transposed, needs_weight, needs_bias)
-        grad_weight, grad_bias = half.settled(product.deferral)
-        grad_x = None if pending is None else pending.result()
-        return grad_x, grad_weight, grad_bias, None
+        grads = WeightHalf(x, grad, product.transposed, *needs).settled(product.deferral)
+        return None if pending is None else pending.result(), *grads, None
 
 
 class _RowProduct(torch.autograd.Function):
@@ -342,31 +306,27 @@ class _RowProduct(torch.autograd.Function):
         own = product.of(x, weight, None)
         if torch._C._len_torch_dispatch_stack():
             own = own.clone()  # selective recompute keeps the product, and gives it back
-        if product.sequence is None:
-            return start_sum(own, product.ranks).result()
-        return start_scattered_sum(own, product.ranks, product.sequence, own=True).result()
+        return product.start_sum(own).result()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         product: Product = ctx.product
-        if not torch.is_grad_enabled() or product.sequence is not None:
+        if not torch.is_grad_enabled() or product.ranks is None or product.sequence is not None:
             return _RowProduct.once(ctx, grad)  # type: ignore[no-any-return]
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
         entered = copy(grad, product.ranks)
-        return (  # gradients that can be differentiated again
-            product.input_grad(entered, weight) if needs_x else None,
-            product.weight_grad(entered, x) if needs_weight else None,
-            None,
-        )
+        grad_x = product.input_grad(entered, weight) if needs_x else None
+        # gradients that can be differentiated again
+        grad_weight, _ = WeightHalf(x, entered, product.transposed, needs_weight).compute()
+        return grad_x, grad_weight, None
 
     @staticmethod
     @once_differentiable
     def once(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         product: Product = ctx.product
-        if product.sequence is not None:
-            grad = gathered(grad, product.ranks, product.sequence)
+        grad = product.entered(grad)
         needs_x, needs_weight, _ = ctx.needs_input_grad
         grad_x = product.input_grad(grad, weight) if needs_x else None
         half = WeightHalf(x, grad, product.transposed, needs_weight)
@@ -378,36 +338,16 @@ class _RowProduct(torch.autograd.Function):
 
 # Layers such as q, k and v read one activation, whose gradient is summed over ranks once, when the
 # last of them has given its part. Nothing would be left to compute meanwhile if each layer computed
-# the gradient of its weight together with that of its input. So these are two nodes of the graph,
-# and the nodes of weights are made before the node of the sum: of the nodes that are ready,
-# autograd runs the youngest::
+# the gradient of its weight together with that of its input. So the entrance computes the gradients
+# of all weights, and a token of each layer's product brings it the product's gradient::
 #
-#     forward:   x -> wait -> (weight nodes of q, k, v) -> start -> products of q, k, v
+#     forward:   x -> entrance -> whole input and tokens -> products of q, k, v
 #     backward:  inputs' gradients of v, k, q -> start the sum -> weights' gradients -> wait for it
 #
-# The order decides which computation hides the sum, never a result.
+# That hides the sum, and never changes a result.
 
 
 _KEY = "_drivetrain_later"
-
-
-class DeferredProduct(NamedTuple):
-    """A layer's product whose weight gradient is computed later, by the node behind the token.
-
-    The token has the product's shape, and no memory.
-    """
-
-    token: Tensor
-    product: Product
-
-
-class _Sum:
-    """The sum of an input's gradient, between its two nodes: start and wait."""
-
-    def __init__(self, edges: Edges, sequence: Partition | None) -> None:
-        self.edges = edges
-        self.sequence = sequence
-        self.pending: PendingSum | None = None
 
 
 def enter_group(x: Tensor, edges: Edges, layers: Sequence[nn.Module]) -> Tensor:
@@ -423,91 +363,69 @@ def enter_group(x: Tensor, edges: Edges, layers: Sequence[nn.Module]) -> Tensor:
     has_gradients = x.requires_grad and torch.is_grad_enabled() and trained
     if edges.ranks.size == 1 or not has_gradients or is_outline(x):
         return edges.enter(x)
-    shared = _Sum(edges, edges.sequence)
-    x = _Wait.apply(x, shared)  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        whole = x if shared.sequence is None else gathered(x, edges.ranks, shared.sequence)
-    later = {id(layer): _later(layer, whole, edges) for layer in trained}
-    entered: Tensor = _Start.apply(x, whole, shared)  # type: ignore[no-untyped-call]
-    setattr(entered, _KEY, later)
-    return entered
+    behaviors: list[Any] = [behavior_of(layer) for layer in trained]
+    products = [
+        Product(transposed=each.transposed, deferral=deferral_of(each.keeper, layer))
+        for each, layer in zip(behaviors, trained, strict=True)
+    ]
+    # Not the weights' own extents: they may be elsewhere until the layers run.
+    outputs = [each.outputs.local_sizes[edges.ranks.rank] for each in behaviors]
+    shared, weights = Product(edges.ranks, edges.sequence), [layer.weight for layer in trained]
+    entered, *tokens = _Group.apply(x, shared, products, outputs, *weights)  # type: ignore[no-untyped-call]
+    each = zip(trained, tokens, products, strict=True)
+    setattr(entered, _KEY, {id(layer): later for layer, *later in each})
+    return entered  # type: ignore[no-any-return]
 
 
 def grouped_product(x: Tensor, layer: Any) -> Tensor | None:
     """Return a layer's product with the result of ``enter_group``; None if it is anything else."""
     if torch.compiler.is_compiling():
         return None
-    later: DeferredProduct | None = getattr(x, _KEY, {}).get(id(layer))
+    later: list[Any] | None = getattr(x, _KEY, {}).get(id(layer))
     if later is None or not torch.is_grad_enabled():
         return None
+    token, product = later
     x, weight, bias = as_computed(x, layer.weight.detach(), layer.bias)
-    return _InputNow.apply(x, later.token, weight, bias, later.product)  # type: ignore[no-any-return,no-untyped-call]
+    return _InputNow.apply(x, token, weight, bias, product)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _later(layer: nn.Module, whole: Tensor, edges: Edges) -> DeferredProduct:
-    behavior: Any = behavior_of(layer)
-    deferral = deferral_of(behavior.keeper, layer)
-    product = Product(edges.ranks, transposed=behavior.transposed, deferral=deferral)
-    # Not the weight's own extent: it may be elsewhere until the layer runs.
-    outputs = behavior.outputs.local_sizes[edges.ranks.rank]
-    token: Tensor = _WeightLater.apply(layer.weight, whole, outputs, product)  # type: ignore[no-untyped-call]
-    return DeferredProduct(token, product)
+class _Group(torch.autograd.Function):
+    """The whole input of layers, and a token of each product, which takes no memory.
 
-
-class _Wait(torch.autograd.Function):
-    """Nothing in forward; waits for the sum in backward."""
+    A token's gradient becomes that of the layer's weight.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shared: _Sum) -> Tensor:
-        ctx.shared = shared
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, placeholder: Tensor) -> tuple[Tensor, None]:
-        pending, ctx.shared.pending = ctx.shared.pending, None
-        return placeholder if pending is None else pending.result(), None
-
-
-class _Start(torch.autograd.Function):
-    """Returns the whole input in forward; starts the sum of its gradient in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, whole: Tensor, shared: _Sum) -> Tensor:
-        ctx.shared, ctx.shape = shared, x.shape
-        return whole.view_as(whole)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        shared: Product,
+        products: Sequence[Product],
+        outputs: Sequence[int],
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        whole = shared.entered(x)
+        ctx.shared, ctx.products = shared, products
+        ctx.save_for_backward(whole)
+        ctx.set_materialize_grads(False)
+        zero = whole.new_zeros((), dtype=dtype_computed(whole))
+        tokens = (zero.expand(*whole.shape[:-1], extent) for extent in outputs)
+        return whole.view_as(whole), *tokens
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        shared: _Sum = ctx.shared
-        ranks = shared.edges.ranks
-        if shared.sequence is None:
-            own = grad.clone(memory_format=torch.contiguous_format)
-            shared.pending = start_sum(own, ranks)
-        else:
-            shared.pending = start_scattered_sum(grad, ranks, shared.sequence)
-        # Takes no memory; only its arrival matters.
-        return grad.new_zeros(()).expand(ctx.shape), None, None
-
-
-class _WeightLater(torch.autograd.Function):
-    """A token of the product's shape, whose gradient becomes that of the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, x: Tensor, outputs: int, product: Product) -> Tensor:
-        ctx.product = product
-        ctx.save_for_backward(x)
-        zero = x.new_zeros((), dtype=dtype_computed(x))
-        return zero.expand(*x.shape[:-1], outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        (x,) = ctx.saved_tensors
-        half = WeightHalf(x.to(grad.dtype), grad, ctx.product.transposed)
-        grad_weight, _ = half.settled(ctx.product.deferral)
-        return grad_weight, None, None, None
+    def backward(ctx: Any, grad: Tensor, *grads: Tensor | None) -> tuple[Any, ...]:
+        pending = ctx.shared.start_sum(grad, own=False)
+        (whole,) = ctx.saved_tensors
+        found = [
+            None
+            if each is None
+            else WeightHalf(whole.to(each.dtype), each, product.transposed).settled(
+                product.deferral
+            )[0]
+            for each, product in zip(grads, ctx.products, strict=True)
+        ]
+        return pending.result(), None, None, None, *found
 
 
 class _InputNow(torch.autograd.Function):
@@ -640,8 +558,8 @@ class ColumnLinear(Behavior):
             if self.edges.prepared or ranks.size == 1:
                 out = linear(x, weight, bias, transposed=self.transposed, deferral=deferral)
             else:
-                product = Product(ranks, self.edges.sequence, self.transposed, deferral)
-                out = column_product(x, weight, bias, product)
+                how = self.transposed, deferral
+                out = column_product(x, ranks, self.edges.sequence, weight, bias, *how)
         return ShardedLogits.of(out, ranks, self.outputs) if self.logits else out
 
     def loss(self, module: Any, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
@@ -697,8 +615,8 @@ class RowLinear(Behavior):
         """Return the whole output, or this rank's shard of its sequence, shape (..., out)."""
         x, weight, bias = as_computed(x, module.weight, module.bias)
         deferral = deferral_of(self.keeper, module)
-        product = Product(self.edges.ranks, self.edges.sequence, self.transposed, deferral)
-        out = row_product(x, weight, product)
+        ranks, sequence = self.edges.ranks, self.edges.sequence
+        out = row_product(x, ranks, sequence, weight, self.transposed, deferral)
         # Once, after the sum: each rank would add it otherwise.
         return out if bias is None else out + bias
 

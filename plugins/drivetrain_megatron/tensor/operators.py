@@ -25,10 +25,9 @@ Where ``torch.compile`` traces them, each is one node of the graph (``one_node``
 whole on every rank, or a shard of the sequence (sequence parallelism).
 """
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Self, TypeAlias
 from weakref import WeakKeyDictionary
@@ -167,12 +166,7 @@ _sums = itertools.count()
 
 def _start(tensor: Tensor, ranks: int, cut: Sequence[int], after: Tensor | None) -> Tensor:
     number, communicator = next(_sums), communicator_of(ranks)
-    if cut:
-        pending = start_scattered_sum(tensor, communicator, _cut_of(tuple(cut)))
-    else:
-        own = tensor.clone(memory_format=torch.contiguous_format)
-        pending = start_sum(own, communicator)
-    _under_way[number] = pending
+    _under_way[number] = start_sum(tensor, communicator, _cut_of(tuple(cut)) if cut else None)
     return torch.tensor(number, device="cpu")
 
 
@@ -265,7 +259,7 @@ def copy(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the tensor; backward sums its gradients over ranks."""
     if is_outline(tensor) or ranks.size == 1:
         return tensor
-    return conjugate(tensor, lambda x: x.view_as(x), lambda grad: _summed(grad, ranks))
+    return conjugate(tensor, lambda x: x.view_as(x), lambda grad: start_sum(grad, ranks).result())
 
 
 @one_node
@@ -273,7 +267,9 @@ def reduce(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the sum over ranks; backward passes the gradient on, equal on all ranks."""
     if is_outline(tensor) or ranks.size == 1:
         return tensor
-    return conjugate(tensor, lambda x: _summed(x, ranks), lambda grad: grad.view_as(grad))
+    return conjugate(
+        tensor, lambda x: start_sum(x, ranks).result(), lambda grad: grad.view_as(grad)
+    )
 
 
 @one_node
@@ -287,12 +283,10 @@ def gather(
     """
     if is_outline(tensor):
         return outlined(tensor, partition.dim, partition.size)
-    if _is_alone(ranks, partition):
-        return tensor
 
     def share_of(grad: Tensor) -> Tensor:
         if partial:
-            share = start_scattered_sum(grad, ranks, partition).result()
+            share = start_sum(grad, ranks, partition).result()
         else:
             share = partition.take(grad, ranks.rank)
         # Forward took what several ranks hold from the first of them.
@@ -310,11 +304,7 @@ def scatter(tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor
 @one_node
 def reduce_scatter(tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
     """Return this rank's share of the sum over ranks."""
-
-    def summed(x: Tensor) -> Tensor:
-        return start_scattered_sum(x, ranks, partition).result()
-
-    return _to_share(tensor, ranks, partition, summed)
+    return _to_share(tensor, ranks, partition, lambda x: start_sum(x, ranks, partition).result())
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,22 +320,18 @@ class PendingSum:
         return self.finish()
 
 
-def start_sum(own: Tensor, ranks: Communicator) -> PendingSum:
-    """Start to sum a contiguous tensor over ranks, in place: nobody else may hold it."""
-    if isinstance(ranks, InGraph):
-        return ranks.start(own)
-    return PendingSum(ranks.all_reduce(own), lambda: own)
-
-
-def start_scattered_sum(
-    tensor: Tensor, ranks: Communicator, partition: Partition, *, own: bool = False
+def start_sum(
+    tensor: Tensor, ranks: Communicator, partition: Partition | None = None, *, own: bool = False
 ) -> PendingSum:
-    """Start to sum whole tensors over ranks, each of which gets its share.
+    """Start to sum whole tensors over ranks; with a partition, each rank gets its share.
 
-    An ``own`` tensor, which nobody else holds, may be overwritten.
+    An ``own`` tensor, which is contiguous and which nobody else holds, may be overwritten.
     """
     if isinstance(ranks, InGraph):
         return ranks.start(tensor, partition)
+    if partition is None:
+        total = tensor if own else tensor.clone(memory_format=torch.contiguous_format)
+        return PendingSum(ranks.all_reduce(total), lambda: total)
     buffer = _in_order_of_ranks(tensor, partition)
     if not own and buffer.data_ptr() == tensor.data_ptr():
         buffer = buffer.clone()
@@ -394,10 +380,6 @@ def unviewed(tensor: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view.default(tensor, tensor.shape)  # type: ignore[no-any-return]
 
 
-def _is_alone(ranks: Communicator, partition: Partition) -> bool:
-    return ranks.size == 1 and partition.is_plain
-
-
 def _in_order_of_ranks(whole: Tensor, partition: Partition) -> Tensor:
     """Return the shares of all ranks, one after the other in dim 0, contiguous."""
     if partition.is_plain:
@@ -423,8 +405,6 @@ def _to_share(tensor: Tensor, ranks: Communicator, partition: Partition, forward
     """Return this rank's share; backward gathers the gradients of shares."""
     if is_outline(tensor):
         return outlined(tensor, partition.dim, partition.local_sizes[ranks.rank])
-    if _is_alone(ranks, partition):
-        return tensor
     return conjugate(tensor, forward, lambda grad: gathered(grad, ranks, partition, add=True))
 
 
@@ -446,23 +426,15 @@ class _Conjugate(torch.autograd.Function):
         return conjugate(grad, back, forth) if again else back(grad), None, None
 
 
-def _summed(tensor: Tensor, ranks: Communicator) -> Tensor:
-    """Return the sum over ranks as a new tensor."""
-    if not isinstance(ranks, InGraph):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return start_sum(tensor, ranks).result()
-
-
 def is_outline(*tensors: Tensor | None) -> bool:
     """Whether one of these has no values."""
     return any(type(tensor) is StageProxy for tensor in tensors)
 
 
-def outlined(tensor: Tensor, dim: int | None = None, size: int = 0) -> Tensor:
-    """Return a tensor without values, with another size in one dim; dim None leaves the shape."""
+def outlined(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """Return a tensor without values, with another size in one dim."""
     shape = list(tensor.shape)
-    if dim is not None:
-        shape[dim] = size
+    shape[dim] = size
     found = StageProxy.like(shape, tensor.dtype, tensor.device, tensor.requires_grad)
     found.derived_from([tensor])
     return found
@@ -488,15 +460,6 @@ class TokenShards:
     def __init__(self, dim: int = -2) -> None:
         self.dim = dim
         self._size: int | None = None
-
-    @contextlib.contextmanager
-    def of(self, size: int) -> Iterator[None]:
-        """Say how long the dim is, inside of the context."""
-        before, self._size = self._size, size
-        try:
-            yield
-        finally:
-            self._size = before
 
     def begin(self, size: int) -> None:
         """Say how long the dim is from now on."""

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -139,16 +139,9 @@ class Partition:
         for part, view in zip(self._parts(share, rank), self.views(whole, rank), strict=True):
             view.add_(part) if add else view.copy_(part)
 
-    def _parts(self, share: Tensor, rank: int) -> Iterator[Tensor]:
+    def _parts(self, share: Tensor, rank: int) -> Sequence[Tensor]:
         """Return the views of a share that stand for its ranges."""
-        lengths = [stop - start for start, stop in self.ranges[rank]]
-        if share.size(self.dim) != sum(lengths):
-            raise UsageError(
-                f"expected a share of extent {sum(lengths)} in dim {self.dim} on rank {rank}, "
-                f"found shape {tuple(share.shape)}"
-            )
-        edges = itertools.accumulate(lengths, initial=0)
-        return (share.narrow(self.dim, at, n) for at, n in zip(edges, lengths, strict=False))
+        return share.split([stop - start for start, stop in self.ranges[rank]], self.dim)  # type: ignore[no-untyped-call,no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,21 +197,17 @@ def units(dim: int, size: int, unit: int, ranks: int) -> Partition:
             f"expected a dim whose extent is a multiple of its unit, found {size} and {unit}; "
             "leave this layer whole (replicate) or name its real unit"
         )
-    cut = [(unit * a, unit * b) for a, b in chunk_bounds(size // unit, ranks)]
-    return Partition(dim, size, tuple(((a, b),) if a < b else () for a, b in cut))
+    return _of_units(dim, unit, size // unit, chunk_bounds(size // unit, ranks))
+
+
+def _of_units(dim: int, unit: int, count: int, cut: Sequence[IndexRange]) -> Partition:
+    """Return the cut of a dim of several units into one range of these for each rank."""
+    ranges = tuple(((unit * a, unit * b),) if a < b else () for a, b in cut)
+    return Partition(dim, unit * count, ranges)
 
 
 def joined(parts: Sequence[Partition]) -> Partition:
-    """Return the cut of a packed dim: segments one after the other, each with its own partition.
-
-    Raises:
-        UsageError: the parts are of different dims or numbers of ranks.
-    """
-    if len({(part.dim, part.ranks) for part in parts}) != 1:
-        raise UsageError(
-            "expected segments of one dim over the same ranks, found "
-            f"{[(part.dim, part.ranks) for part in parts]} as (dim, ranks)"
-        )
+    """Return the cut of a packed dim: segments one after the other, each with its own partition."""
     edges = [0, *itertools.accumulate(part.size for part in parts)]
     ranges = [
         tuple(
@@ -256,16 +245,13 @@ def grouped_heads(
     Args:
         dim: which dim of the weights counts features of heads.
         heads: q heads.
-        kv_heads: kv heads; each serves ``heads / kv_heads`` consecutive q heads.
+        kv_heads: kv heads, which divide the q heads: each serves ``heads / kv_heads`` neighbors.
         head_dim: features of one head.
         ranks: how many ranks.
 
     Raises:
-        ConfigError: the kv heads do not divide the q heads, or there are fewer kv heads than ranks
-            and they do not divide the ranks.
+        ConfigError: there are fewer kv heads than ranks and they do not divide the ranks.
     """
-    if kv_heads < 1 or heads % kv_heads:
-        raise ConfigError(f"expected kv heads that divide {heads} heads, found {kv_heads}")
     if kv_heads < ranks and ranks % kv_heads:
         allowed = sorted({*range(1, kv_heads + 1), *range(kv_heads, heads + 1, kv_heads)})
         raise ConfigError(
@@ -282,14 +268,7 @@ def grouped_heads(
         shares = chunk_bounds(group, copies)
         q = [(group * i + a, group * i + b) for i in range(kv_heads) for a, b in shares]
         kv = [(rank // copies, rank // copies + (a < b)) for rank, (a, b) in enumerate(q)]
-    return tuple(  # type: ignore[return-value]
-        Partition(
-            dim,
-            count * head_dim,
-            tuple(((head_dim * a, head_dim * b),) if a < b else () for a, b in cut),
-        )
-        for count, cut in ((heads, q), (kv_heads, kv))
-    )
+    return _of_units(dim, head_dim, heads, q), _of_units(dim, head_dim, kv_heads, kv)
 
 
 def check_words(words: Tensor, size: int, what: str) -> None:

@@ -7,7 +7,7 @@ stay divided until the loss has been made of them.
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +117,7 @@ class Terms(NamedTuple):
 
     Attributes:
         ranks: the axis.
-        partition: of the classes; its dim does not matter.
+        partition: of the classes, one range per rank; its dim does not matter.
         weight: of each class, shape (classes,), the same on all ranks; None: ones.
         ignore_index: targets that do not count.
         reduction: of the losses of single targets.
@@ -135,18 +135,17 @@ class Terms(NamedTuple):
 def cross_entropy(logits: Tensor, target: Tensor, terms: Terms) -> Tensor:
     """Return the value of ``torch.nn.functional.cross_entropy`` for whole logits, on every rank.
 
-    Logits are those of this rank's classes, (N, classes, ...) or (classes,); they are not changed.
-    Targets are a class each, (N, ...) or (). Statistics are kept in fp32 for logits of less
-    precision.
+    Logits are those of this rank's classes, (N, classes) or (classes,); they are not changed.
+    Targets are a class each, (N,) or (). Statistics are kept in fp32 for logits of less precision.
 
     Raises:
-        UsageError: the targets are no classes, or of the wrong shape.
+        UsageError: a target is no class.
     """
-    _check(logits, target, terms)
+    ignored = target == terms.ignore_index
+    check_words(target.masked_fill(ignored, 0), terms.partition.size, "targets")
     device = logits.device.type
     dtype = torch.float32 if torch.is_autocast_enabled(device) else logits.dtype
-    rows = logits.movedim(min(1, logits.dim() - 1), -1)
-    flat = rows.reshape(target.numel(), rows.shape[-1])
+    flat = logits.reshape(target.numel(), logits.shape[-1])
     losses, weights = _Losses.apply(flat, target.reshape(-1), terms)  # type: ignore[no-untyped-call]
     if terms.reduction == "none":
         return losses.view(target.shape).to(dtype)  # type: ignore[no-any-return]
@@ -220,7 +219,8 @@ class _Statistics(NamedTuple):
         maximum = ranks.all_reduce(highest, reduction="max")
         logit = _own_logits(exact, words, terms)
         pending = [ranks.all_reduce(logit)]
-        weighted, total = torch.zeros_like(logit), 1.0 * terms.partition.size
+        weighted = torch.zeros_like(logit)
+        total = 1.0 * terms.partition.size if class_weight is None else class_weight.sum()
         if terms.label_smoothing:
             mine = exact if class_weight is None else exact * _own_weights(class_weight, terms)
             weighted = mine.sum(-1)
@@ -230,8 +230,6 @@ class _Statistics(NamedTuple):
         ranks.all_reduce(sums).wait()
         for handle in pending:
             handle.wait()
-        if class_weight is not None:
-            return cls(sums.log_() + highest, logit, weighted, class_weight.sum())
         return cls(sums.log_() + highest, logit, weighted, total)
 
 
@@ -251,26 +249,6 @@ def _own_logits(exact: Tensor, words: Tensor, terms: Terms) -> Tensor:
 
 def _exact(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _check(logits: Tensor, target: Tensor, terms: Terms) -> None:
-    if target.is_floating_point():
-        raise UsageError(
-            f"expected targets that are classes, found probabilities ({target.dtype}, shape "
-            f"{tuple(target.shape)}); gather the logits before the loss: logits.gathered()"
-        )
-    start, stop = terms.partition.range_of(terms.ranks.rank)
-    dim = min(1, logits.dim() - 1)
-    expected = (*logits.shape[:dim], *logits.shape[dim + 1 :])
-    if target.shape != expected or logits.shape[dim] != stop - start:
-        raise UsageError(
-            f"expected logits (N, classes, ...) with {stop - start} classes of this rank and "
-            f"targets (N, ...), found shapes {tuple(logits.shape)} and {tuple(target.shape)}"
-        )
-    if terms.reduction not in ("none", "sum", "mean"):
-        raise UsageError(f"expected reduction none, sum or mean, found {terms.reduction!r}")
-    ignored = target == terms.ignore_index
-    check_words(target.masked_fill(ignored, 0), terms.partition.size, "targets")
 
 
 # --- a call of torch, as ``__torch_function__`` sees it, and the tensors it writes into ---
@@ -624,6 +602,8 @@ def _lost(call: TorchCall, logits: ShardedLogits) -> Tensor | None:
     is_class = isinstance(target, Tensor) and not target.is_floating_point()
     if is_legacy or not is_class or logits.dim() > 2 or not cut.partition.is_simple:
         return None
+    if target.shape != logits.shape[:-1] or options["reduction"] not in get_args(LossReduction):
+        return None  # torch says what is wrong
     names = ("weight", "ignore_index", "reduction", "label_smoothing")
     terms = Terms(*cut, **{name: options[name] for name in names})
     return cross_entropy(logits.local(), target, terms)

@@ -64,8 +64,9 @@ def check_group(kind, sharded, frozen, size=2):
             if parameter.requires_grad:
                 parameter.register_hook(lambda _: started.append(calls(ranks)))
         x_here = (by_tokens.take(x, ranks.rank) if sharded else x.detach().clone()).requires_grad_()
-        with TokenShards().of(0) if tokens is None else tokens.of(TOKENS):
-            y = enter_group(x_here.tanh(), Edges(ranks, tokens), layers)
+        if tokens is not None:
+            tokens.begin(TOKENS)
+        y = enter_group(x_here.tanh(), Edges(ranks, tokens), layers)
         out = layers[0](y) * layers[1](y) * layers[2](y) * layers[0](y * 2)
         out.backward(by_features.take(grad, ranks.rank))
         close(x_here.grad, by_tokens.take(x.grad, ranks.rank) if sharded else x.grad)

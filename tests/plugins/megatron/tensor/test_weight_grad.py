@@ -67,6 +67,8 @@ def check(sharded=False, frozen=(), autocast=False):
 
     def body(ranks):
         block, tokens = copy.deepcopy(whole), TokenShards() if sharded else None
+        if tokens is not None:
+            tokens.begin(TOKENS)
         block.zero_grad()
         facts = divide(block, plan(), Edges(ranks, tokens))
         gradients = WeightGradients()
@@ -74,7 +76,7 @@ def check(sharded=False, frozen=(), autocast=False):
         assert len(deferring) == len(layers)
         own = (by_tokens.take(x, ranks.rank) if sharded else x).detach().requires_grad_()
         for factor in (1, 2):
-            with (tokens or TokenShards()).of(TOKENS), gradients.collecting(factor), rounded():
+            with gradients.collecting(factor), rounded():
                 block(own * factor).to(dtype).square().sum().backward()
         weights = [block.get_submodule(name).weight for name in layers]
         assert all(weight.grad is None for weight in weights)
@@ -92,7 +94,7 @@ def check(sharded=False, frozen=(), autocast=False):
             close(parameter.grad, expected)
         defer_no_more(deferring)
         assert behavior_of(block.whole) is None
-        with (tokens or TokenShards()).of(TOKENS), gradients.collecting(3):
+        with gradients.collecting(3):
             block(own).sum().backward()
         assert gradients.roots(3) == []
 
