@@ -525,8 +525,6 @@ class StepVolumes:
         total = Sent()
         for stage, bound in enumerate(pipeline.cut.bounds[1:-1]):
             before, after = pipeline.holder(stage), pipeline.holder(stage + 1)
-            if before == after:
-                continue
             link = self._links.name(before, after)
             for meta, numel in self._carried(forward.leaving[bound - 1]):
                 nbytes = numel * self._links.wire_dtype(before, after, meta.dtype).itemsize

@@ -104,6 +104,17 @@ def _operation(operation: Operation, ranks: int, by_tokens: bool) -> Operation |
 # --- stages ---
 
 
+def stages_of(config: MegatronConfig, units: Sequence[SimulatedUnit]) -> list[list[SimulatedUnit]]:
+    """Return each rank's share of the units of each stage.
+
+    Raises:
+        ConfigError: options, heads or blocks do not fit together.
+    """
+    config.check()
+    parts = [divided(unit, config.tp, config.sequence_parallel) for unit in units]
+    return cut_into_stages(parts, config.pp * config.chunks)
+
+
 def cut_into_stages(units: Sequence[SimulatedUnit], stages: int) -> list[list[SimulatedUnit]]:
     """Return consecutive units with as many blocks per stage as possible alike.
 
@@ -302,9 +313,6 @@ def _keep_for_loss(step: SimulatedStep, head: SimulatedUnit) -> None:
 # --- what plans ask of ``megatron`` ---
 
 
-LAYOUT_KEYS: Mapping[str, str] = {
-    key: key for key in ("tp", "pp", "schedule", "chunks", "sequence_parallel")
-}
 CHUNKS = (2, 4, 8)
 """Stages per rank of the interleaved schedules that are tried."""
 
@@ -312,7 +320,9 @@ CHUNKS = (2, 4, 8)
 class CellPlanning(Planning):
     """Plans of a cell of ranks."""
 
-    layout_keys: ClassVar[Mapping[str, str]] = LAYOUT_KEYS
+    layout_keys: ClassVar[Mapping[str, str]] = {
+        key: key for key in ("tp", "pp", "schedule", "chunks", "sequence_parallel")
+    }
     inner_option: ClassVar[str] = "data_parallel"
 
     def variants(self, world_size: int) -> Sequence[Mapping[str, Any]]:
@@ -340,11 +350,9 @@ class CellPlanning(Planning):
         Raises:
             ConfigError: blocks, micro-batches or options do not fit together.
         """
-        config.check()
         kind, options = data_parallel(config)
+        stages = stages_of(config, units)
         schedule = make_schedule(config.schedule, config.pp, run.micro_batches, config.chunks)
-        parts = [divided(unit, config.tp, config.sequence_parallel) for unit in units]
-        stages = cut_into_stages(parts, config.pp * config.chunks)
         steps = [kind.planning().simulate(options, stage, run) for stage in stages]
         tied = (0.0, 0.0)
         if len(stages) > 1:  # the last one has copies of parameters tied to the first one's
@@ -353,7 +361,7 @@ class CellPlanning(Planning):
             steps[-1].held = [{**steps[-1].held[0], "tied copies": sum(tied)}]
         if config.pp > 1 and config.schedule == "gpipe":
             _keep_for_loss(steps[-1], stages[-1][-1])
-        activation = max(unit.enters for unit in parts)
+        activation = max(unit.enters for stage in stages for unit in stage)
         near = Collective("pp", "send", activation)
         far = Collective("pp", "send", run.between_hosts(activation))
         return PipelineStep(steps, schedule, near, far, run.together("pp"), tied).merged()
@@ -373,10 +381,8 @@ class CellPlanning(Planning):
         Raises:
             ConfigError: as ``step`` does.
         """
-        config.check()
         kind, options = data_parallel(config)
-        parts = [divided(unit, config.tp, config.sequence_parallel) for unit in units]
-        stages = cut_into_stages(parts, config.pp * config.chunks)
+        stages = stages_of(config, units)
         p, m = config.pp, run.micro_batches
 
         def draw(some: Sequence[SimulatedUnit], run: SimulatedRun) -> SimulatedStep:

@@ -4,10 +4,10 @@ The cell's parameters, the rest of the user's model on this rank, are handed to 
 strategy, which does not know them as parts.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -82,8 +82,6 @@ from drivetrain_megatron.tensor.partition import ShardingSpec, alike
 # --- the plan of each rank, by itself; they go on only if all ranks have made the same plan ---
 
 
-PlanT = TypeVar("PlanT")
-
 LayerPlan: TypeAlias = tuple[TensorParallel | None, ModelPlan | None]
 """How layers are divided; nothing on one rank of the axis ``tp``."""
 
@@ -101,35 +99,6 @@ class ComparedPlan(NamedTuple):
 
     facts: Sequence[str]
     reasons: Sequence[str]
-
-
-def same_on_all_ranks(
-    run: Run, make: Callable[[], PlanT], described: Callable[[PlanT], ComparedPlan]
-) -> PlanT:
-    """Return a plan of this rank, if all ranks have made the same plan. Collective.
-
-    Args:
-        run: of the ranks that compare.
-        make: makes the plan, and does not communicate.
-        described: of a plan.
-
-    Raises:
-        RankMismatchError: ranks have made different plans, or only some of them one; on each rank.
-        Exception: whatever ``make`` has raised here, where no rank has made a plan.
-    """
-    plans: list[PlanT] = []
-    failure: Exception | None = None
-    try:
-        plans.append(make())
-        mine = described(plans[0])
-    except Exception as error:  # the other ranks must hear of it before this one ends
-        failure, mine = error, ComparedPlan(["no plan"], [f"{type(error).__name__}: {error}"])
-    if run.world.size > 1 and differing(mine.facts, doing="the comparison of plans"):
-        plans_of_all = gather_facts(mine, ComparedPlan, doing="the comparison of plans")
-        raise RankMismatchError(_message(plans_of_all)) from failure
-    if failure is not None:
-        raise failure
-    return plans[0]
 
 
 def _message(plans: Sequence[ComparedPlan]) -> str:
@@ -446,14 +415,22 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         """Plan dropout masks, stages and layers, alike on all ranks. Collective.
 
         Raises:
-            RankMismatchError: as ``same_on_all_ranks``.
+            RankMismatchError: ranks have made different plans, or only some of them one; on each
+                rank.
+            Exception: whatever was raised here, where no rank has made a plan.
         """
         examples = batches_for(self.run, model)
-        found = same_on_all_ranks(
-            self.run,
-            lambda: self._own_plan(model, examples),
-            lambda plan: self._described(model, *plan),
-        )
+        failure: Exception | None = None
+        try:
+            found = self._own_plan(model, examples)
+            mine = self._described(model, *found)
+        except Exception as error:  # the other ranks must hear of it before this one ends
+            failure, mine = error, ComparedPlan(["no plan"], [f"{type(error).__name__}: {error}"])
+        if self.run.world.size > 1 and differing(mine.facts, doing="the comparison of plans"):
+            plans = gather_facts(mine, ComparedPlan, doing="the comparison of plans")
+            raise RankMismatchError(_message(plans)) from failure
+        if failure is not None:
+            raise failure
         if self._builder is not None:
             self._builder.agree()
         return found

@@ -68,10 +68,19 @@ class StageParts:
 
 @dataclass(slots=True)
 class _InFlight:
-    """The tensors of a micro-batch that are kept until its backward, which begins at the roots."""
+    """What is kept of a micro-batch until its backward, which begins at the roots.
+
+    Attributes:
+        received: the inputs of the stage.
+        roots: where backward begins.
+        returned: the facts of the gradients that come back.
+        gradients: those of the roots, where the script's loss gave them.
+    """
 
     received: tuple[Tensor, ...]
     roots: tuple[Tensor, ...]
+    returned: Sequence[TensorMeta]
+    gradients: list[Tensor] | None = None
 
 
 class StageWorker:
@@ -96,7 +105,6 @@ class StageWorker:
         self.stage, self._parts = stage, parts
         self._besides = besides
         self._kept: dict[int, _InFlight] = {}
-        self._returned: dict[int, Sequence[TensorMeta]] = {}
         self.batches: dict[int, MicroBatch] = {}
         self.outputs: dict[int, Any] = {}
         self.kept: Collection[int] | None = None
@@ -108,14 +116,13 @@ class StageWorker:
         self.loss_of: LossOf | None = None
         self.seeds: dict[int, Tensor] = {}
         self.losses_to_run: dict[int, Tensor] = {}
-        self._begin: dict[int, list[Tensor]] = {}
 
     # --- what the interpreter asks ---
 
     def output_metas(self, micro_batch: int) -> Sequence[TensorMeta]:
         """Return the facts of the gradients that come back."""
-        if micro_batch in self._returned:
-            return self._returned[micro_batch]
+        if micro_batch in self._kept:
+            return self._kept[micro_batch].returned
         sent = self.stage.sends(self.batches[micro_batch])
         return [meta for meta in sent if meta.requires_grad]
 
@@ -148,8 +155,8 @@ class StageWorker:
             roots = (loss,)
         if grad:
             # Dtypes depend on autocast, and backward runs outside of it.
-            self._returned[micro_batch] = self.output_metas(micro_batch)
-            self._kept[micro_batch] = _InFlight(received, roots)
+            returned = self.output_metas(micro_batch)
+            self._kept[micro_batch] = _InFlight(received, roots, returned)
         return found.sent
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor], send: Send) -> None:
@@ -157,37 +164,31 @@ class StageWorker:
         if micro_batch in self.losses_to_run:
             self._backward_from(self.losses_to_run.pop(micro_batch), micro_batch, send)
             return
-        kept = self._taken(micro_batch)
+        kept = self._kept.pop(micro_batch)
         roots = [root for root in kept.roots if root.requires_grad]
         given = list(gradients)
-        if self.stage.is_last:
-            roots, given = self._last_roots(micro_batch, roots)
+        if kept.gradients is not None:
+            given = kept.gradients
+        elif self.stage.is_last and micro_batch not in self.seeds:
+            roots, given = [], []  # its loss does not count, and may be no number
+        elif self.stage.is_last:
+            given = [self.seeds[micro_batch].to(root.dtype) for root in roots]
         else:
             reached = [not is_absent(gradient) for gradient in given]
             roots, given = list(compress(roots, reached)), list(compress(given, reached))
         with _sending(kept.received, send):
             self._run_backward(micro_batch, roots, given, synchronize=self.final == micro_batch)
 
-    def _last_roots(
-        self, micro_batch: int, roots: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return where backward of the last stage begins, and with which gradients."""
-        if micro_batch in self._begin:
-            return roots, self._begin.pop(micro_batch)
-        if micro_batch not in self.seeds:
-            return [], []  # its loss does not count, and may be no number
-        return roots, [self.seeds[micro_batch].to(root.dtype) for root in roots]
-
     def begin_at(
         self, micro_batch: int, roots: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
         """Say where the backward of a micro-batch of the last stage begins."""
-        self._kept[micro_batch].roots = tuple(roots)
-        self._begin[micro_batch] = list(gradients)
+        kept = self._kept[micro_batch]
+        kept.roots, kept.gradients = tuple(roots), list(gradients)
 
     def _backward_from(self, loss: Tensor, micro_batch: int, send: Send) -> None:
         """Run backward of the last stage from a loss that the script made of its output."""
-        kept = self._taken(micro_batch)
+        kept = self._kept.pop(micro_batch)
         final = self.final == micro_batch
         with _sending(kept.received, send):
             with (
@@ -229,17 +230,13 @@ class StageWorker:
         """
         abandoned = bool(self._kept.keys() - but)
         kept = (self._kept, self.batches, self.outputs, self.made, self.losses, self.seeds)
-        for each in (*kept, self._begin, self._returned):
+        for each in kept:
             for number in each.keys() - but:
                 del each[number]
         self.uncounted.intersection_update(but)
         self.final = self.final_weight = None
         self._parts.weights.clear()
         return abandoned
-
-    def _taken(self, micro_batch: int) -> _InFlight:
-        self._returned.pop(micro_batch, None)
-        return self._kept.pop(micro_batch)
 
     def _run_backward(
         self,
@@ -438,8 +435,6 @@ class LocalStages:
         message = self._needed(action)
         if message is None or message in self._arrivals:
             return
-        if message.source in workers and not self.link.is_here(message):
-            return  # an action in between makes it
         worker, number = workers[action.stage], action.micro_batch
         if message.direction is Direction.FORWARD:
             metas: Sequence[TensorMeta] = worker.stage.receives(worker.batches[number])
@@ -525,7 +520,6 @@ class LocalStages:
             yield
         except BaseException:
             self._arrivals.clear()
-            self.link.reset()
             self.link.alarm()
             raise
 

@@ -297,7 +297,8 @@ class LinkWatch(threading.Thread):
 class Link:
     """This rank's end of the pipeline, whose stage ``s`` is on rank ``s`` modulo the axis' size.
 
-    The axis has a started group unless its size is 1. One message may take until the timeout.
+    So no message is from a rank to itself. The axis has a started group, and one message may take
+    until the timeout.
 
     Args:
         links: between the ranks of the axis.
@@ -320,7 +321,6 @@ class Link:
         self._timeout = timeout
         self._groups = groups
         self._sending: deque[tuple[Any, Tensor, Message]] = deque()
-        self._here: dict[Message, tuple[Tensor, ...]] = {}  # between two stages of this rank
         # Each number stands for a block of tags of this group that nobody else uses.
         numbers = [next(axis.streams) for _ in range(-(-streams(stages) // len(Tag)))]
         self._first_tag = numbers[0] * len(Tag)
@@ -335,7 +335,7 @@ class Link:
         """
         axis, device = run.mesh["pp"], run.world.device
         here = (StageLinks.of(run), run.traffic, device, run.world.timeout, stages)
-        if axis.size == 1 or device.type == "cpu":
+        if device.type == "cpu":
             return cls(*here)
         if str(dist.get_backend(axis.group)) == "gloo":
             raise ConfigError(
@@ -365,9 +365,6 @@ class Link:
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Start to send tensors; they must not be written until the step is over."""
-        if self._rank_of(message.stage) == self._axis.rank:
-            self._here[message] = tuple(tensors)
-            return
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
         for tensor in tensors:
@@ -385,9 +382,6 @@ class Link:
 
     def receive(self, message: Message, metas: Sequence[TensorMeta]) -> Arrival:
         """Start to receive tensors."""
-        if self._rank_of(message.source) == self._axis.rank:
-            here = self._here.pop(message)
-            return Arrival(message, here, [tensor.dtype for tensor in here], (), self)
         dtypes = [meta.dtype for meta in metas]
         tensors = [
             torch.empty(m.shape, dtype=self._wire_dtype(message, m.dtype), device=self._device)
@@ -404,7 +398,7 @@ class Link:
 
     def begin(self) -> None:
         """Count a call of the model, or a backward, which all stages begin in one order."""
-        if self._axis.size == 1 or self._groups:  # NCCL's waits are the device's
+        if self._groups:  # NCCL's waits are the device's
             return
         group, order = cast(dist.ProcessGroup, self._axis.group), f"/{self._first_tag}"
         if self._watch is None:
@@ -418,10 +412,6 @@ class Link:
         if self._watch is not None:
             self._watch.end()
             self._watch = None
-
-    def is_here(self, message: Message) -> bool:
-        """Whether a message from one of this rank's own stages waits."""
-        return message in self._here
 
     def flush(self, *, but: Direction | None = None) -> None:
         """Return when all that was sent is through, but for one direction.
@@ -490,7 +480,7 @@ class Link:
         gloo closes all connections of a group when one wait times out: so let one time out. Ranks
         that wait in NCCL are ended by the launcher, as soon as this rank ends.
         """
-        if self._axis.size == 1 or self._groups:
+        if self._groups:
             return
         whole: Any = self._axis.group
         for neighbor in {(self._axis.rank + 1), (self._axis.rank - 1)}:
@@ -498,10 +488,6 @@ class Link:
             with suppress(RuntimeError):
                 work = whole.recv([token], neighbor % self._axis.size, self._first_tag)
                 work.wait(timedelta(milliseconds=1))
-
-    def reset(self) -> None:
-        """Forget messages that an exception left on their way."""
-        self._here.clear()
 
     def _link_name(self, message: Message) -> str:
         return self._links.name(self._rank_of(message.source), self._rank_of(message.stage))
@@ -514,7 +500,7 @@ class Link:
         return self._links.wire_dtype(*ends, dtype)
 
     def _group_of(self, message: Message) -> dist.ProcessGroup:
-        whole: Any = self._axis.group  # started, unless the axis has one rank
+        whole: Any = self._axis.group
         return self._groups[stream_of(message)] if self._groups else whole
 
     def _rank_of(self, stage: int) -> int:

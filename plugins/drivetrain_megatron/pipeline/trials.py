@@ -370,8 +370,8 @@ class LossTrial:
         unknown = key not in self._known
         if self._is_new(loss_of, unknown) if handed_over else self._stages.is_new(unknown):
             found = Weights.ROWS
-            if self._stages.last is not None:
-                tried = self._tried(call, lambda trial: trial.weights(call.whole, loss_of))
+            if (last := self._stages.last) is not None:
+                tried = self._tried(last.stage, call, lambda t: t.weights(call.whole, loss_of))
                 found = Weights.NONE if tried is None else tried
             self._known[key] = Weights(*self._stages.agree([found]))
         known = self._known[key]
@@ -397,22 +397,19 @@ class LossTrial:
 
         Stages before the last need not know them: they get an empty tuple.
         """
-        if call.division.dims is None:
-            return None
         if self._stages.is_new(call.kind not in self._dims):
             found: Dims | None = ()
-            if self._stages.last is not None:
-                found = self._tried(call, lambda trial: trial.outputs(call.whole))
+            if (last := self._stages.last) is not None:
+                found = self._tried(last.stage, call, lambda t: t.outputs(call.whole))
             (failed,) = self._stages.agree([found is None])
             self._dims[call.kind] = None if failed else found
         return self._dims[call.kind]
 
-    def _tried(self, call: DividedCall, ask: Callable[["_LastStage"], _Answer]) -> _Answer | None:
+    def _tried(
+        self, last: Stage, call: DividedCall, ask: Callable[["_LastStage"], _Answer]
+    ) -> _Answer | None:
         """Return the answer of a trial on the last stage; None if the model refuses the values."""
-        last = self._stages.last
-        if last is None:
-            return None
-        trial = _LastStage(self._stages, last.stage, call.division)
+        trial = _LastStage(self._stages, last, call.division)
         try:
             with untouched(self._model):
                 _take_hooks(self._model)

@@ -226,7 +226,12 @@ def _set_numbers(
     block: nn.Module, numbers: Mapping[SizeAttribute, tuple[int, ...]], rank: int
 ) -> None:
     for number, values in numbers.items():
-        _set(block.get_submodule(number.module), number.attribute, values[rank])
+        owner: Any = block.get_submodule(number.module)
+        holder, _, name = number.attribute.rpartition(".")
+        if holder:  # other modules keep the same configuration: this one gets its own
+            setattr(owner, holder, copy.copy(getattr(owner, holder)))
+            owner = getattr(owner, holder)
+        setattr(owner, name, values[rank])
 
 
 def _resize(block: nn.Module, plan: BlockPlan, edges: Edges) -> None:
@@ -235,16 +240,6 @@ def _resize(block: nn.Module, plan: BlockPlan, edges: Edges) -> None:
     sizes = {size: local[rank] for group in groups for size, local in group.sizes.items()}
     if sizes:
         attach(block, Resized(sizes, max(group.place or 0 for group in groups), edges))
-
-
-def _set(module: nn.Module, attribute: str, value: int) -> None:
-    holder, _, name = attribute.rpartition(".")
-    if holder:  # other modules keep the same configuration: this one gets its own
-        own = copy.copy(getattr(module, holder))
-        setattr(own, name, value)
-        setattr(module, holder, own)
-    else:
-        setattr(module, name, value)
 
 
 class ModuleEntrance(Uncopied):

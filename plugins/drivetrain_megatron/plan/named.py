@@ -97,7 +97,7 @@ def users_plan(model: nn.Module, patterns: Mapping[str, str]) -> NamedPlan:
             raise ConfigError(
                 f"plan: expected a pattern of module names, found {pattern!r}, which matches none "
                 f"of the {len(names)} modules of {type(model).__name__}"
-                f"{_nearest_name(pattern, names)}; write * for any text"
+                f"{_nearest(pattern, names)}; write * for any text"
             )
         styles.update(dict.fromkeys(matching, style))
     return NamedPlan("plan", styles)
@@ -137,15 +137,9 @@ def _names(model: nn.Module) -> list[str]:
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
-    """Return the hint at the end of a message: the nearest valid word."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; the nearest is {near[0]!r}" if near else ""
-
-
-def _nearest_name(pattern: str, names: Iterable[str]) -> str:
-    """Return the same hint for a pattern: a module whose own name is like its last part."""
-    by_last = {name.rpartition(".")[2]: name for name in names}
-    near = difflib.get_close_matches(pattern.rpartition(".")[2], list(by_last), n=1, cutoff=0.5)
+    """Return the hint at the end of a message: the known word, or module, with the nearest end."""
+    by_last = {name.rpartition(".")[2]: name for name in known}
+    near = difflib.get_close_matches(word.rpartition(".")[2], list(by_last), n=1, cutoff=0.5)
     return f"; the nearest is {by_last[near[0]]!r}" if near else ""
 
 

@@ -201,17 +201,14 @@ def blocks_for(
 
 
 def named_blocks(names: Iterable[str], model: nn.Module) -> list[NamedModule]:
-    """Return the blocks of these names, such as the candidates of a trace, called or not."""
-    modules = modules_by_name(model)
-    return [(name, modules[name]) for name in names]
+    """Return the blocks of these names, such as the candidates of a trace, called or not.
 
-
-def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules under the names of the uncompiled model; of a compiled one the outside."""
-    found: dict[str, nn.Module] = {}
+    Names are those of the uncompiled model; of a compiled module the outside is returned.
+    """
+    modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        found.setdefault(clean_name(name), module)
-    return found
+        modules.setdefault(clean_name(name), module)
+    return [(name, modules[name]) for name in names]
 
 
 class _Pieces:

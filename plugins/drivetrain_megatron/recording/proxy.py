@@ -14,7 +14,7 @@ the values there.
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,54 +80,41 @@ class LazyValue:
     def value(self) -> Any:
         """Return the value, or None while a value inside of the expression is still to come."""
         if self._value is None and self._function is not None:
-            try:
-                args, kwargs = tree_map(_known, (self._args, self._kwargs))
-            except _MissingError:
-                return None
             with torch.no_grad():
-                self.settle(self._function(*args, **kwargs))
+                found = self._made_of(LazyValue.value)
+            if found is not None:
+                self.settle(found)
         return self._value
+
+    def assuming(self, other: "LazyValue", point: Tensor) -> Any:
+        """Return the value with another one assumed; None if it does not follow from known ones."""
+        if self is other:
+            return point
+        if self._function is None:
+            return self._value
+        return self._made_of(lambda leaf: leaf.assuming(other, point))
+
+    def _made_of(self, value_of: Callable[["LazyValue"], Any]) -> Any:
+        """Return what the function makes of values; None where one is still to come."""
+
+        def known(leaf: Any) -> Any:
+            if not isinstance(leaf, LazyValue):
+                return leaf
+            found = value_of(leaf)
+            if found is None:
+                raise _MissingError
+            # A copy, since an operation in place must not change what others follow from.
+            return found.clone() if isinstance(found, Tensor) else found
+
+        try:
+            args, kwargs = tree_map(known, (self._args, self._kwargs))
+        except _MissingError:
+            return None
+        return cast(Function, self._function)(*args, **kwargs)
 
 
 class _MissingError(Exception):
     """A value inside of an expression is still to come."""
-
-
-def _known(leaf: Any) -> Any:
-    """Return an argument of an expression.
-
-    Raises:
-        _MissingError: it is still to come.
-    """
-    if not isinstance(leaf, LazyValue):
-        return leaf
-    found = leaf.value()
-    if found is None:
-        raise _MissingError
-    # A copy, since an operation in place must not change what others follow from.
-    return found.clone() if isinstance(found, Tensor) else found
-
-
-def _at(of: LazyValue, by: LazyValue, point: Tensor) -> Any:
-    """Return a value with another one assumed; None if it does not follow from known ones."""
-    if of is by:
-        return point.clone()  # a function may write into it
-    if of._function is None:
-        return of._value
-
-    def assumed(leaf: Any) -> Any:
-        if not isinstance(leaf, LazyValue):
-            return leaf
-        found = _at(leaf, by, point)
-        if found is None:
-            raise _MissingError
-        return found
-
-    try:
-        args, kwargs = tree_map(assumed, (of._args, of._kwargs))
-    except _MissingError:
-        return None
-    return of._function(*args, **kwargs)
 
 
 def _no_slope(found: str) -> UsageError:
@@ -274,7 +261,7 @@ def slope_of(proxy: StageProxy, by: StageProxy) -> Tensor:
     for point in (1.0, 2.0):
         at = torch.full((), point, dtype=torch.float64, requires_grad=True)
         with torch.enable_grad():
-            value = _at(of, inside, at)
+            value = of.assuming(inside, at)
             if value is None:
                 raise proxy.values_needed("backward()")
             if not value.requires_grad:

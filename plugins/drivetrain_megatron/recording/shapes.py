@@ -4,7 +4,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
@@ -246,96 +246,6 @@ class BlockFacts(NamedTuple):
     alike: bool
 
 
-class BlockRuns:
-    """Runs blocks on proxies, or with random values where they cannot run on proxies.
-
-    Blocks of one class are taken to return the same shapes for arguments of the same shapes.
-
-    Attributes:
-        blocks: by index.
-    """
-
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self.blocks = blocks
-        self._known: dict[Any, tuple[Any, Sequence[SeenCall]]] = {}
-
-    def facts(
-        self,
-        block: Block,
-        index: int,
-        compute: Function,
-        args: Arguments,
-        kwargs: Keywords,
-        *,
-        trusted: bool,
-    ) -> BlockFacts:
-        """Return the facts of the tensors that a block makes.
-
-        A trusted block does not run: the shapes of its arguments say those of its result.
-        """
-        leaves, _ = tree_flatten((tuple(args), dict(kwargs)))
-        hooked = hooked_modules(self.blocks[index])
-        as_recorded = len(leaves) == block.output.arguments  # else places are of other arguments
-        places = block.like if as_recorded else [None] * len(block.like)
-        likes = [leaves[place] if place is not None else None for place in places]
-        kept = [(tuple(like.shape), like.dtype) for like in likes if like is not None]
-        calls: Sequence[SeenCall] = ()
-        alike = True
-        found = kept
-        if not (trusted and as_recorded and not hooked):
-            try:
-                result, calls = self._result(index, compute, args, kwargs)
-            except Exception as error:
-                if len(kept) < len(block.output.metas) or hooked:
-                    raise
-                logger.warning_once(
-                    f"pipeline: the shapes that block {block.name!r} returns are not known for "
-                    "these inputs, and taken to be those of the arguments that they equalled when "
-                    "the model was recorded: without values, and with random ones, the block "
-                    f"raised {type(error).__name__}: {error}"
-                )
-            else:
-                carried = block.output.carried(block.name, result)
-                found = [(tuple(tensor.shape), tensor.dtype) for tensor in carried]
-            alike = not as_recorded or all(
-                isinstance(like, Tensor) and (tuple(like.shape), like.dtype) == facts
-                for like, facts in zip(likes, found, strict=True)
-            )
-        metas = tuple(
-            TensorMeta(*facts, recorded.requires_grad)
-            for facts, recorded in zip(found, block.output.metas, strict=True)
-        )
-        return BlockFacts(metas, facts_of_calls(calls, len(metas)), alike)
-
-    def _result(
-        self, index: int, compute: Function, args: Arguments, kwargs: Keywords
-    ) -> tuple[Any, Sequence[SeenCall]]:
-        """Return the result of a block, and its calls of modules with hooks.
-
-        It is computed without values if the block can do so.
-        """
-        again = tree_map(_copied, (tuple(args), dict(kwargs)))  # a failed run may fill a cache
-        block = self.blocks[index]
-        modules = hooked_modules(block)
-        try:
-            with calls_of(modules) as seen:
-                return compute(*args, **kwargs), seen
-        except Exception as error:  # it may depend on values
-            reason = f"{type(block).__name__} runs with random values: {error}"
-
-            def run() -> tuple[Any, Sequence[SeenCall]]:
-                # Shapes of such a run are as right as without values: no news for the user.
-                logger.debug(reason)
-                with calls_of(modules) as seen:
-                    result = _run(block, compute, *again)
-                found: tuple[Any, Sequence[SeenCall]]
-                found = tree_map_only(Tensor, StageProxy.of, (result, seen))
-                return found
-
-            key = type(block), tuple(modules), shapes_key(args, kwargs)
-            return _remembered(self._known, key, run)
-
-
 def shapes_key(args: Arguments, kwargs: Keywords) -> Any:
     """Return a key that is equal for arguments of the same shapes, dtypes and plain values."""
     leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
@@ -445,7 +355,7 @@ class Shapes:
         self._forward = model.forward
         self._known: dict[Any, CallShapes] = {}
         self._alike: dict[Any, int] = {}
-        self._runs = BlockRuns(gates.blocks)
+        self._random: dict[Any, tuple[Any, Sequence[SeenCall]]] = {}
 
     def of(self, args: Arguments, kwargs: Keywords) -> CallShapes:
         """Return the facts of the tensors of each block.
@@ -467,11 +377,12 @@ class Shapes:
 
     def _run(self, mode: Any, args: Arguments, kwargs: Keywords) -> CallShapes:
         trusted = self._alike.get(mode, 0) >= _TRUSTED
-        shaper = _Shaper(self._recording, trusted, self._device, self._runs)
+        blocks = self._gates.blocks
+        shaper = _Shaper(self._recording, blocks, trusted, self._device, self._random)
         try:
             crossed = self._around_blocks(shaper, args, kwargs)
         except _HooksSeen:
-            again = _Shaper(self._recording, trusted, self._device, self._runs, shaper.facts)
+            again = replace(shaper, known=shaper.facts, seen=_SeenSteps(), facts=[])
             crossed = self._around_blocks(again, args, kwargs)
         if not trusted:
             alike = all(facts.alike for facts in shaper.facts)
@@ -589,19 +500,25 @@ class _SeenSteps:
 
 @dataclass(eq=False)
 class _Shaper:
-    """Runs blocks on proxies, or only hands their inputs on.
+    """Runs blocks on proxies, with random values where they cannot, or only hands their inputs on.
 
-    With the facts of an earlier forward no block runs, and hooks inside of blocks get proxies.
+    Blocks of one class are taken to return the same shapes for arguments of the same shapes. With
+    the facts of an earlier forward no block runs, and hooks inside of blocks get proxies.
 
     Attributes:
+        blocks: by index.
+        trusted: whether the shapes of arguments say those of results, without a run.
+        random: results of runs with random values.
+        known: the facts of the earlier forward.
         facts: of the blocks that were called.
         seen: the steps of the forward.
     """
 
     recording: Recording
+    blocks: Sequence[nn.Module]
     trusted: bool
     device: torch.device
-    runs: BlockRuns
+    random: dict[Any, tuple[Any, Sequence[SeenCall]]]
     known: Sequence[BlockFacts] | None = None
     seen: _SeenSteps = field(default_factory=_SeenSteps)
     facts: list[BlockFacts] = field(default_factory=list)
@@ -609,11 +526,11 @@ class _Shaper:
     def call(self, index: int, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
         """Note the output of a block."""
         number = len(self.facts)
-        block = self.recording.called(number, index)
+        block, module = self.recording.called(number, index), self.blocks[index]
         leaves, _ = tree_flatten((tuple(args), dict(kwargs)))
         with self.seen.code.inside_block():
             facts = (
-                self.runs.facts(block, index, compute, args, kwargs, trusted=self.trusted)
+                self._facts(block, module, compute, args, kwargs)
                 if self.known is None
                 else self.known[number]
             )
@@ -622,12 +539,81 @@ class _Shaper:
             hooked = self._proxies([meta for call in facts.hooked for meta in call.metas])
             result = block.output.build(block.name, made, leaves)
             if self.known is not None:
-                tell_hooks(self.runs.blocks[index], facts.hooked, hooked, self.device)
+                tell_hooks(module, facts.hooked, hooked, self.device)
         is_last = len(self.facts) == len(self.recording.blocks)
         if self.known is None and is_last and any(each.hooked for each in self.facts):
             raise _HooksSeen
         self.seen.block(len(self.facts), leaves, made, hooked)
         return result
+
+    def _facts(
+        self, block: Block, module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords
+    ) -> BlockFacts:
+        """Return the facts of the tensors that a block makes."""
+        leaves, _ = tree_flatten((tuple(args), dict(kwargs)))
+        hooked = hooked_modules(module)
+        as_recorded = len(leaves) == block.output.arguments  # else places are of other arguments
+        places = block.like if as_recorded else [None] * len(block.like)
+        likes = [leaves[place] if place is not None else None for place in places]
+        kept = [(tuple(like.shape), like.dtype) for like in likes if like is not None]
+        calls: Sequence[SeenCall] = ()
+        alike = True
+        found = kept
+        if not (self.trusted and as_recorded and not hooked):
+            try:
+                result, calls = self._result(module, hooked, compute, args, kwargs)
+            except Exception as error:
+                if len(kept) < len(block.output.metas) or hooked:
+                    raise
+                logger.warning_once(
+                    f"pipeline: the shapes that block {block.name!r} returns are not known for "
+                    "these inputs, and taken to be those of the arguments that they equalled when "
+                    "the model was recorded: without values, and with random ones, the block "
+                    f"raised {type(error).__name__}: {error}"
+                )
+            else:
+                carried = block.output.carried(block.name, result)
+                found = [(tuple(tensor.shape), tensor.dtype) for tensor in carried]
+            alike = not as_recorded or all(
+                isinstance(like, Tensor) and (tuple(like.shape), like.dtype) == facts
+                for like, facts in zip(likes, found, strict=True)
+            )
+        metas = tuple(
+            TensorMeta(*facts, recorded.requires_grad)
+            for facts, recorded in zip(found, block.output.metas, strict=True)
+        )
+        return BlockFacts(metas, facts_of_calls(calls, len(metas)), alike)
+
+    def _result(
+        self,
+        block: nn.Module,
+        hooked: Modules,
+        compute: Function,
+        args: Arguments,
+        kwargs: Keywords,
+    ) -> tuple[Any, Sequence[SeenCall]]:
+        """Return the result of a block, and its calls of modules with hooks.
+
+        It is computed without values if the block can do so.
+        """
+        again = tree_map(_copied, (tuple(args), dict(kwargs)))  # a failed run may fill a cache
+        try:
+            with calls_of(hooked) as seen:
+                return compute(*args, **kwargs), seen
+        except Exception as error:  # it may depend on values
+            reason = f"{type(block).__name__} runs with random values: {error}"
+
+            def run() -> tuple[Any, Sequence[SeenCall]]:
+                # Shapes of such a run are as right as without values: no news for the user.
+                logger.debug(reason)
+                with calls_of(hooked) as seen:
+                    result = _run(block, compute, *again)
+                found: tuple[Any, Sequence[SeenCall]]
+                found = tree_map_only(Tensor, StageProxy.of, (result, seen))
+                return found
+
+            key = type(block), tuple(hooked), shapes_key(args, kwargs)
+            return _remembered(self.random, key, run)
 
     def _proxies(self, metas: Sequence[TensorMeta]) -> list[StageProxy]:
         return [StageProxy.like(m.shape, m.dtype, self.device, m.requires_grad) for m in metas]

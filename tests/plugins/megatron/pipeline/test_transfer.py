@@ -111,11 +111,3 @@ def test_a_receive_is_posted_while_the_action_before_runs():
     stages._run([Action(ActionKind.FORWARD, 1, number) for number in range(3)], {1: None})
     assert done.index("expect 1") < done.index("run 0")
     assert done.index("run 0") < done.index("expect 2") < done.index("run 1")
-
-
-def test_messages_that_an_exception_left_here_are_forgotten():
-    link, message = object.__new__(Link), Message.input_of(1, 0)
-    link._here = {message: ()}
-    assert link.is_here(message)
-    link.reset()
-    assert not link.is_here(message)
