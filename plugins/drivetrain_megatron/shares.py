@@ -12,7 +12,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
@@ -846,12 +846,24 @@ class Shares:
         return opened
 
 
-def on_shares(method: MethodT) -> MethodT:
-    """Let a method of what has ``_shares`` find shares in the parameters."""
+def inside(
+    context: Callable[..., AbstractContextManager[object]],
+) -> Callable[[MethodT], MethodT]:
+    """Return a decorator of methods, which run in a context that is made of their arguments."""
 
-    @functools.wraps(method)
-    def opened(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._shares.open():
-            return method(self, *args, **kwargs)
+    def decorated(method: MethodT) -> MethodT:
+        @functools.wraps(method)
+        def within(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with context(self, *args):
+                return method(self, *args, **kwargs)
 
-    return cast(MethodT, opened)
+        return cast(MethodT, within)
+
+    return decorated
+
+
+on_shares = inside(lambda owner, *_: owner._shares.open())
+"""Lets a method of what has ``_shares`` find shares in the parameters."""
+
+on_share = inside(lambda owner, parameter, *_: bare([parameter]))
+"""Lets a method find the share in its first argument."""

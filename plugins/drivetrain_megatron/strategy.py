@@ -36,7 +36,6 @@ from drivetrain.parallel.replicated import replicate
 from drivetrain.saved_state import StateAround, left_inside
 from drivetrain.shards import (
     HeldPart,
-    ParameterPiece,
     Reader,
     Shard,
     TensorFacts,
@@ -60,7 +59,7 @@ from drivetrain_megatron.dropout import AlikeDraws, Dropout
 from drivetrain_megatron.pipeline.build import PipelineBuilder, PipelinedModel
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, confirmed, describe, tell
 from drivetrain_megatron.recording.calls import batches_for, inputs_for
-from drivetrain_megatron.shares import Shares, bare, on_shares
+from drivetrain_megatron.shares import Shares, on_share, on_shares
 from drivetrain_megatron.state import (
     LocalReader,
     Original,
@@ -298,20 +297,9 @@ class CellState(StateAround):
         self.check(reader)
         self.inner.load_states(index, self._of_cell(reader), names)
 
-    @override
-    def piece(self, tensor: nn.Parameter) -> ParameterPiece:
-        with bare([tensor]):
-            return self.inner.piece(tensor)
-
-    @override
-    def values(self, tensor: nn.Parameter) -> Tensor:
-        with bare([tensor]):
-            return self.inner.values(tensor)
-
-    @override
-    def set_values(self, tensor: nn.Parameter, values: Tensor) -> None:
-        with bare([tensor]):
-            self.inner.set_values(tensor, values)
+    piece = on_share(StateAround.piece)
+    values = on_share(StateAround.values)
+    set_values = on_share(StateAround.set_values)
 
 
 class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):

@@ -6,13 +6,12 @@ around blocks. The tensors that cross the stage's end are sent, and proxies go o
 values without parameters are computed on every stage from the inputs.
 """
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +59,7 @@ from drivetrain_megatron.recording.shapes import (
     run_with_hooks,
     tell_hooks,
 )
+from drivetrain_megatron.shares import inside
 
 # --- parameters of other stages: proxies in their places, copies where several stages use one ---
 
@@ -68,19 +68,6 @@ from drivetrain_megatron.recording.shapes import (
 # of a step a copy's gradient goes to the owner, where it enters the owner's last backward; before
 # the next forward the owner's new values go to the copies. So nothing is counted twice, and copies
 # cannot drift apart.
-
-
-MethodT = TypeVar("MethodT", bound=Callable[..., Any])
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +166,8 @@ def hidden(places: Iterable[ProxyPlace]) -> Iterator[None]:
 
 def take_hooks(block: nn.Module) -> None:
     """Let no hook and no compiled code run when a block of another stage is called."""
-    own: Mapping[str, Any] = block.__dict__
-    for name in _HOOKS:
-        if name in own:
+    for name, value in block.__dict__.items():
+        if isinstance(value, OrderedDict) and name.startswith(("_forward_", "_backward_")):
             block.__dict__[name] = OrderedDict()
     block.__dict__["_compiled_call_impl"] = None
 
@@ -308,15 +294,8 @@ class SharedParameters:
                 )
 
 
-def with_copies(method: MethodT) -> MethodT:
-    """Let a method of a pipeline, which has ``stages``, compute with copies."""
-
-    @functools.wraps(method)
-    def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.stages.shared.computing():
-            return method(self, *args, **kwargs)
-
-    return cast(MethodT, inside)
+with_copies = inside(lambda owner, *_: owner.stages.shared.computing())
+"""Lets a method of a pipeline, which has ``stages``, compute with copies."""
 
 
 def _glimpse(parameter: Tensor) -> Tensor:

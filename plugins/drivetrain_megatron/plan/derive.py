@@ -487,34 +487,30 @@ def parent_of(name: str) -> str:
 # the shapes of the others, so the layers in it are divided as theirs.
 
 
+def _alike_in_lists(block: nn.Module, name: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the modules of lists around a layer, the innermost first, each with its equals."""
+    while name:
+        name, item = parent_of(name), name
+        around, own = block.get_submodule(name), block.get_submodule(item)
+        if isinstance(around, nn.ModuleList):
+            others = [index for index, m in around.named_children() if m is not own]
+            alike = [i for i in others if kind_of(around.get_submodule(i)) == kind_of(own)]
+            yield item, [f"{name}.{index}".strip(".") for index in alike]
+
+
 def alike(block: nn.Module, group: GroupPlan) -> Iterator[GroupPlan]:
     """Yield the plans of the same layers in alike modules of the innermost list around them."""
-    name = group.row
-    while name:
-        around, _, _ = name.rpartition(".")
-        if isinstance(block.get_submodule(around), nn.ModuleList):
-            break
-        name = around
+    name, others = next(_alike_in_lists(block, group.row), ("", []))
     members = [*group.columns, *(number.module for number in group.numbers)]
-    if not name or not all(f"{member}.".startswith(f"{name}.") for member in members):
-        return
-    model = block.get_submodule(name)
-    for index, other in block.get_submodule(around).named_children():
-        if other is not model and kind_of(other) == kind_of(model):
-            yield _renamed(group, name, f"{around}.{index}".strip("."))
+    if all(f"{member}.".startswith(f"{name}.") for member in members):
+        yield from (_renamed(group, name, other) for other in others)
 
 
 def same_in_list(block: nn.Module, layer: str) -> Iterator[str]:
     """Yield the names of a layer and of its equals in alike modules of a list (experts)."""
     yield layer
-    for name, module in block.named_modules():
-        index, _, rest = layer.removeprefix(f"{name}." if name else "").partition(".")
-        children = dict(module.named_children())
-        if isinstance(module, nn.ModuleList) and f"{layer}.".startswith(f"{name}.".lstrip(".")):
-            mine = children.get(index)
-            for other, child in children.items():
-                if mine is not None and child is not mine and kind_of(child) == kind_of(mine):
-                    yield ".".join(part for part in (name, other, rest) if part)
+    for item, others in _alike_in_lists(block, layer):
+        yield from (other + layer.removeprefix(item) for other in others)
 
 
 def _renamed(group: GroupPlan, before: str, after: str) -> GroupPlan:

@@ -31,6 +31,7 @@ from drivetrain_megatron.plan.derive import (
     Derivation,
     divide_block,
     names_of,
+    parent_of,
     shared_with_others,
     structure_of,
 )
@@ -771,20 +772,16 @@ def _bytes(weights: int, trace: ModelTrace, missing: Collection[str], ranks: int
 
 def _later(blocks: Mapping[str, Derivation]) -> frozenset[str]:
     """Return the blocks at the ends of lists, behind enough blocks of each kind."""
-    kinds = Counter((_list_of(name), id(derivation)) for name, derivation in blocks.items())
+    kinds = Counter((parent_of(name), id(derivation)) for name, derivation in blocks.items())
     wanted = {kind: min(count, _OF_A_KIND) for kind, count in kinds.items()}
     later = set()
     for name, derivation in blocks.items():
-        around = _list_of(name)
+        around = parent_of(name)
         if any(count > 0 for (place, _), count in wanted.items() if place == around):
             wanted[around, id(derivation)] -= 1
         else:
             later.add(name)
     return frozenset(later)
-
-
-def _list_of(block: str) -> str:
-    return block.rpartition(".")[0]
 
 
 def _outline(model: nn.Module, missing: Collection[str]) -> nn.Module:
@@ -794,6 +791,6 @@ def _outline(model: nn.Module, missing: Collection[str]) -> nn.Module:
         children = [(name, child) for name, child in module._modules.items() if child is not None]
         module._modules.update((name, uncompiled(child)) for name, child in children)
     for name in missing:
-        del outline.get_submodule(_list_of(name))._modules[name.rpartition(".")[2]]
+        del outline.get_submodule(parent_of(name))._modules[name.rpartition(".")[2]]
     keep_padding(outline)
     return outline

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.model.guard import Arguments, Function, Keywords, name_of, writes_first
+from drivetrain.model.guard import Arguments, Function, Keywords, asks_facts, name_of, writes_first
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
 from drivetrain_megatron.tensor.operators import (
     Edges,
@@ -391,7 +391,7 @@ class ShardedLogits(Tensor):
         kwargs = kwargs or {}
         call = TorchCall(func, args, kwargs)
         name = call.name
-        if name in _FACTS:
+        if asks_facts(func) or func in _AUTOGRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         written = _logits_in(call.written)
@@ -610,16 +610,7 @@ def _lost(call: TorchCall, logits: ShardedLogits) -> Tensor | None:
 
 
 # fmt: off
-_FACTS = frozenset({
-    "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "grad", "ndim",
-    "names", "_version", "output_nr", "is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu",
-    "is_sparse", "is_nested", "is_quantized", "size", "dim", "ndimension", "numel", "nelement",
-    "element_size", "itemsize", "nbytes", "is_floating_point", "is_complex", "is_inference",
-    "is_contiguous", "stride", "__len__", "__hash__", "register_hook", "retain_grad",
-    "retains_grad", "requires_grad_", "requires_grad =", "grad =", "backward", "_backward_hooks",
-    "register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks", "untyped_storage",
-    "storage_offset", "get_device", "is_signed", "is_mkldnn",
-})
+_AUTOGRAD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 _KEPT: dict[str, KeptDivided] = {
     **dict.fromkeys((
