@@ -36,7 +36,7 @@ from drivetrain.model.guard import (
     targets,
     writes_first,
 )
-from drivetrain.model.modules import UninheritedHook
+from drivetrain.model.modules import UninheritedHook, UninheritedMethod
 from drivetrain.parallel.backward import after_backward, in_backward, is_of_strategy, norms_of_each
 from drivetrain.parallel.gradients import DividedGradient
 from drivetrain.parallel.optimizers import outermost
@@ -699,7 +699,7 @@ class Shares:
         self._forwards = 0
         self._backward = False
         self._handles: list[RemovableHandle] = []
-        self._taken: list[tuple[dict[str, Any], str, Any]] = []
+        self._methods: list[UninheritedMethod] = []
         self._norms: dict[float, dict[Share, Tensor]] = {}
 
     def add(
@@ -733,10 +733,10 @@ class Shares:
         self._handles.append(optimizer.register_step_pre_hook(outermost(lambda *_: self._enter())))
         self._handles.append(optimizer.register_step_post_hook(outermost(self._after_step)))
         for name in _TOUCHING:
-            given = getattr(optimizer, name, None)
-            if callable(given):  # in __dict__, which copies and pickles of optimizers leave out
-                self._taken.append((optimizer.__dict__, name, optimizer.__dict__.get(name)))
-                optimizer.__dict__[name] = self._opened(given)
+            if callable(given := getattr(optimizer, name, None)):
+                method = UninheritedMethod(optimizer, name, self._opened(given))
+                method.put()
+                self._methods.append(method)
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -767,11 +767,9 @@ class Shares:
         """Take hooks off; parameters go on to show facts of the whole, and refuse their values."""
         for handle in self._handles:
             handle.remove()
-        for members, name, before in reversed(self._taken):
-            members.pop(name, None)
-            if before is not None:
-                members[name] = before
-        self._handles, self._taken = [], []
+        for method in reversed(self._methods):
+            method.take_off()
+        self._handles, self._methods = [], []
         self.closed = True
 
     def norm(self, share: Share, norm_type: float) -> Tensor:

@@ -19,6 +19,7 @@ from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model.modules import uncompiled
 from drivetrain.model.trace import BlockCall, ModelTrace, TracedTensor
 from drivetrain.model.untouched import without_values
+from drivetrain.model.valueless import random_like
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.recording.phases import Dependency, Recording, named_blocks
 from drivetrain_megatron.recording.proxy import StageProxy
@@ -286,8 +287,7 @@ def _once(block: nn.Module, trace: ModelTrace, call: BlockCall) -> float:
 
 def _random(seen: TracedTensor) -> Tensor:
     """Return a random tensor in place of one without values."""
-    made = torch.zeros(seen.facts.shape, dtype=seen.facts.dtype, device=seen.facts.device)
-    return made.normal_().requires_grad_() if seen.facts.dtype.is_floating_point else made
+    return random_like(seen.facts, seen.facts.dtype.is_floating_point)
 
 
 def _copied(leaf: Any) -> Any:

@@ -106,11 +106,6 @@ class ProxyPlace:
     name: str
     proxy: Tensor
 
-    def value(self) -> Tensor:
-        """Return what stands there now."""
-        value: Tensor = getattr(self.module, self.name)
-        return value
-
 
 def is_local(use: Use, phases: Collection[int]) -> bool:
     """Whether a parameter or buffer is used in phases; without any use, in the first."""
@@ -465,7 +460,7 @@ class StagePass:
         if is_own and self._unseen:
             # The parameters themselves, for proxies that code before the own blocks has met.
             args, kwargs = tree_map(
-                lambda x: self._unseen[id(x)].value() if id(x) in self._unseen else x,
+                lambda x: getattr(p.module, p.name) if (p := self._unseen.get(id(x))) else x,
                 (tuple(args), dict(kwargs)),
             )
         leaves = tree_flatten((tuple(args), dict(kwargs)))[0]

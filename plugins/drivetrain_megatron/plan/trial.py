@@ -50,8 +50,6 @@ from drivetrain_megatron.tensor.partition import Partition, ShardingSpec, even
 # --- ranks as threads of one process ---
 
 Result = TypeVar("Result")
-PATIENCE = timedelta(seconds=60)
-"""How long threads wait for each other, unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +70,20 @@ class Offer:
 
 
 class Meeting:
-    """A barrier at which the threads of all ranks see each other's data.
+    """Where the threads of all ranks see each other's data.
 
     One thread at a time has the right to run, with its own random generators: between two meetings
     each has one turn, in the order of ranks, so that of several failures the same one comes first.
+    Who has its turn again knows whether all others have come, or will not come any more.
     """
 
-    def __init__(self, size: int, timeout: timedelta) -> None:
+    def __init__(self, size: int) -> None:
         self._turns = threading.Condition()
         self._order = list(range(size))
         self._first = rng.Snapshot()
         self._states = [self._first] * size
         self._offers: dict[int, Offer] = {}
         self._met: list[Offer] = []
-        self._barrier = threading.Barrier(size, self._gather, timeout.total_seconds())
-        self._timeout = timeout
 
     def exchange(
         self, rank: int, offer: Offer, combine: Callable[[list[Tensor]], Tensor]
@@ -97,7 +94,14 @@ class Meeting:
             CollectiveError: a rank does something else, does not come, or has failed.
         """
         self._offers[rank] = offer
-        self._meet(rank, offer)
+        if len(self._offers) == len(self._states):  # the last one; the next meeting may begin
+            self._met, self._offers = [each for _, each in sorted(self._offers.items())], {}
+        self.leave(rank, returns=True)
+        self.take(rank)
+        if rank in self._offers:
+            raise CollectiveError(
+                f"rank {rank} waited for the others in {offer}, but one of them has failed or ended"
+            )
         if any(offer.facts != each.facts for each in self._met):
             found = "; ".join(f"rank {r}: {each}" for r, each in enumerate(self._met))
             raise CollectiveError(
@@ -123,26 +127,6 @@ class Meeting:
         """Give the generators the state that they had before."""
         self._first.put_back()
 
-    def abort(self) -> None:
-        """Let nobody wait any longer."""
-        self._barrier.abort()
-
-    def _gather(self) -> None:
-        """Keep the offers of a meeting for all, while the next one may begin."""
-        self._met = [offer for _, offer in sorted(self._offers.items())]
-
-    def _meet(self, rank: int, offer: Offer) -> None:
-        self.leave(rank, returns=True)
-        try:
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise CollectiveError(
-                f"rank {rank} waited for the others in {offer}, but one of them has failed or did "
-                f"not come within {self._timeout.total_seconds():g} s"
-            ) from None
-        finally:
-            self.take(rank)
-
 
 class EmulatedCommunicator(Communicator):
     """Collectives among threads; every operation is over when it is submitted.
@@ -150,8 +134,8 @@ class EmulatedCommunicator(Communicator):
     The ledger gets the bytes that the ring algorithm sends.
     """
 
-    def __init__(self, axis: Axis, traffic: Traffic, timeout: timedelta, meeting: Meeting) -> None:
-        super().__init__(axis, traffic, timeout)
+    def __init__(self, axis: Axis, traffic: Traffic, meeting: Meeting) -> None:
+        super().__init__(axis, traffic, timedelta())  # nobody waits in vain
         self._meeting = meeting
 
     def all_reduce(
@@ -213,20 +197,17 @@ class EmulatedCommunicator(Communicator):
         return Finished()
 
 
-def run_emulated(
-    size: int, function: Callable[[Communicator], Result], timeout: timedelta = PATIENCE
-) -> list[Result]:
+def run_emulated(size: int, function: Callable[[Communicator], Result]) -> list[Result]:
     """Run a function as each of several ranks, one thread per rank, and return the results by rank.
 
     The function gets the rank's communicator, on an axis named ``tp``. Grad mode and the state of
-    random generators are the caller's, who gets the generators back as they were. A rank waits for
-    the others in one operation until the timeout.
+    random generators are the caller's, who gets the generators back as they were.
 
     Raises:
         Exception: the first exception that a rank raised; the other ranks are stopped at their next
             collective.
     """
-    meeting = Meeting(size, timeout)
+    meeting = Meeting(size)
     results: dict[int, Result] = {}
     failures: list[BaseException] = []
     grad = torch.is_grad_enabled()
@@ -235,14 +216,13 @@ def run_emulated(
         axis = Axis(
             name="tp", size=size, rank=rank, ranks=tuple(range(size)), hosts=("here",) * size
         )
-        communicator = EmulatedCommunicator(axis, Traffic(), timeout, meeting)
+        communicator = EmulatedCommunicator(axis, Traffic(), meeting)
         meeting.take(rank)
         try:
             with torch.set_grad_enabled(grad):
                 results[rank] = function(communicator)
         except BaseException as error:  # ends the thread, not the process
             failures.append(error)
-            meeting.abort()  # no other rank waits for this one
         finally:
             meeting.leave(rank)
 

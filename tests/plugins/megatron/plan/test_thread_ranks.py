@@ -1,7 +1,6 @@
 """Ranks as threads: collectives, their bytes, errors that end all of them, backward per thread."""
 
 import random
-from datetime import timedelta
 
 import pytest
 import torch
@@ -9,8 +8,6 @@ import torch
 from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.runtime import rng
 from drivetrain_megatron.plan.trial import run_emulated
-
-SHORT, LONG = timedelta(seconds=0.3), timedelta(hours=1)
 
 
 def test_errors_end_all_ranks():
@@ -23,7 +20,7 @@ def test_errors_end_all_ranks():
         reached.append(ranks.rank)
 
     with pytest.raises(ZeroDivisionError, match="of rank 2"):
-        run_emulated(4, fails, LONG)
+        run_emulated(4, fails)
     assert reached == []
 
     def fails_alike(ranks):
@@ -31,7 +28,7 @@ def test_errors_end_all_ranks():
         raise ZeroDivisionError(f"of rank {ranks.rank}")
 
     with pytest.raises(ZeroDivisionError, match="of rank 0"):
-        run_emulated(4, fails_alike, LONG)
+        run_emulated(4, fails_alike)
 
     def stays_away(ranks):
         if ranks.rank:
@@ -45,12 +42,12 @@ def test_errors_end_all_ranks():
         ranks.all_gather(torch.zeros(4), chunks=[(0, 1), (2, 4)])
 
     for body, error, match in (
-        (stays_away, CollectiveError, r"all_reduce of 3 .* did not come within 0.3 s"),
+        (stays_away, CollectiveError, r"all_reduce of 3 .* has failed or ended"),
         (other_size, CollectiveError, r"of 4 .*\(of rank 0\); rank 1: .* of 5"),
         (other_chunks, UsageError, r"one \(start, stop\) for each of 2 ranks"),
     ):
         with pytest.raises(error, match=match):
-            run_emulated(2, body, SHORT)
+            run_emulated(2, body)
 
 
 def test_backward_runs_in_the_thread_of_its_rank():
