@@ -611,31 +611,21 @@ def shared_with_others(everywhere: Counter[int], block: nn.Module) -> frozenset[
     return frozenset(name for name, p in inside if everywhere[id(p)] > here[id(p)])
 
 
-def derive(
-    tryout: "Tryout",
-    structure: BlockStructure,
-    *,
-    layers: set[str] | None = None,
-    alone: bool = False,
-) -> Derivation:
-    """Return the plan for a block of this structure.
-
-    Layers may be divided that ``layers`` names, or modules around them; None lets all, and the
-    weights of regions. ``alone`` lets layers be divided by themselves.
-    """
-    uses, found = structure.uses, Derivation(groups=find_groups(structure.uses))
-    allowed = set(uses) if layers is None else {n for n in uses if is_named(n, set(layers))}
-    _divide_attentions(found, structure, layers, tryout)
+def derive(tryout: "Tryout", *, alone: bool) -> Derivation:
+    """Return the plan for a block; ``alone`` lets layers be divided by themselves."""
+    structure = tryout.structure
+    found = Derivation(groups=find_groups(structure.uses))
+    _divide_attentions(found, tryout)
     for group in found.groups:
         divided = {each.row for each in found.plan.groups}
-        if {*group.columns, group.row} <= allowed and group.row not in divided:
-            _divide_group(found, group, structure, tryout)
-            _divide_alike(found, group.row, layers, tryout)
-    for region in structure.regions if layers is None and not tryout.sequence_parallel else ():
-        _divide_region(found, region, structure, tryout)
-    if alone and not tryout.sequence_parallel:
-        _divide_alone(found, structure, allowed, tryout)
-    if tryout.sequence_parallel and found.plan == BlockPlan():
+        if tryout.lets(*group.columns, group.row) and group.row not in divided:
+            _divide_group(found, group, tryout)
+            _divide_alike(found, group.row, tryout)
+    for region in structure.regions if tryout.layers is None and not tryout.sharded else ():
+        _divide_region(found, region, tryout)
+    if alone and not tryout.sharded:
+        _divide_alone(found, tryout)
+    if tryout.sharded and found.plan == BlockPlan():
         plan, found.broken = tryout(found.plan)
         found.plan = plan or found.plan
     return found
@@ -648,34 +638,43 @@ def is_named(layer: str, names: Container[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tryout:
-    """How plans are tried; evaluations count, too."""
+    """How plans are tried; evaluations count, too.
 
+    Attributes:
+        structure: of the block.
+        layers: names of layers that may be divided, or of modules around them; None lets all, and
+            the weights of regions.
+        sharded: whether activations between groups are shards of the sequence.
+    """
+
+    structure: BlockStructure
+    layers: Container[str] | None
     trial: Trial
     ranks: int
-    sequence_parallel: bool
+    sharded: bool
     evaluations: Sequence[Trial] = ()
+
+    def lets(self, *names: str) -> bool:
+        """Whether all of these layers may be divided."""
+        return self.layers is None or all(is_named(name, self.layers) for name in names)
 
     def __call__(self, plan: BlockPlan) -> tuple[BlockPlan | None, str]:
         """Return the plan with its summed parameters; or None, and why the plan is wrong."""
         partial = frozenset[str]()
         for each in (*self.evaluations, self.trial):
-            found, reason = verify(each, plan, self.ranks, sequence_parallel=self.sequence_parallel)
+            found, reason = verify(each, plan, self.ranks, sequence_parallel=self.sharded)
             if found is None:
                 return None, reason
             partial = found
         return replace(plan, partial=partial), ""
 
 
-def _divide_attentions(
-    found: Derivation,
-    structure: BlockStructure,
-    layers: Container[str] | None,
-    tryout: Tryout,
-) -> None:
+def _divide_attentions(found: Derivation, tryout: Tryout) -> None:
     """Add torch's attentions to the plan, those whose division gives equal numbers."""
     for name, module in tryout.trial.module.named_modules():
-        if isinstance(module, nn.MultiheadAttention) and (layers is None or name in layers):
-            if others := _of_others([name], structure):
+        lets = tryout.layers is None or name in tryout.layers
+        if isinstance(module, nn.MultiheadAttention) and lets:
+            if others := _of_others([name], tryout.structure):
                 found.refused[name] = others
             else:
                 attentions = (*found.plan.attentions, name)
@@ -695,11 +694,9 @@ def _take_first(found: Derivation, name: str, plans: Iterable[BlockPlan], tryout
     return False
 
 
-def _divide_group(
-    found: Derivation, group: LayerGroup, structure: BlockStructure, tryout: Tryout
-) -> None:
+def _divide_group(found: Derivation, group: LayerGroup, tryout: Tryout) -> None:
     """Add a group to the plan, in the first way that gives equal numbers."""
-    if others := _of_others((*group.columns, group.row), structure):
+    if others := _of_others((*group.columns, group.row), tryout.structure):
         found.refused[group.row] = others
         return
     if owners := _shared(tryout.trial.module, group):
@@ -708,38 +705,32 @@ def _divide_group(
     plan, block = found.plan, tryout.trial.module
     plans = (
         replace(plan, groups=(*plan.groups, attempt))
-        for division in ways(group, structure.uses, tryout.ranks)
-        for attempt in _attempts(block, division, tryout.sequence_parallel)
+        for division in ways(group, tryout.structure.uses, tryout.ranks)
+        for attempt in _attempts(block, division, tryout.sharded)
     )
     if _take_first(found, group.row, plans, tryout):
         found.plan = _with_fewest_numbers(found.plan, tryout)
 
 
-def _divide_alike(
-    found: Derivation, row: str, layers: Iterable[str] | None, tryout: Tryout
-) -> None:
+def _divide_alike(found: Derivation, row: str, tryout: Tryout) -> None:
     """Divide the experts of a list alike, also without a token; one of them has this row."""
     group = next((each for each in found.plan.groups if each.row == row), None)
     if group is None:
         return
-    named = None if layers is None else set(layers)
     divided = {each.row for each in found.plan.groups}
     others = [
         each
         for each in alike(tryout.trial.module, group)
-        if each.row not in divided
-        and (named is None or all(is_named(name, named) for name in (*each.columns, each.row)))
+        if each.row not in divided and tryout.lets(*each.columns, each.row)
     ]
     if others:
         plan, _ = tryout(replace(found.plan, groups=(*found.plan.groups, *others)))
         found.plan = plan or found.plan
 
 
-def _divide_region(
-    found: Derivation, region: WeightRegion, structure: BlockStructure, tryout: Tryout
-) -> None:
+def _divide_region(found: Derivation, region: WeightRegion, tryout: Tryout) -> None:
     """Add a region to the plan, in the first way that gives equal numbers."""
-    if others := _of_others([use.name for use in (*region.columns, region.row)], structure):
+    if others := _of_others([use.name for use in (*region.columns, region.row)], tryout.structure):
         found.refused[region.row.name] = others
         return
     plan, some = found.plan, islice(ways_of(tryout.trial.module, region, tryout.ranks), _MOST_WAYS)
@@ -747,11 +738,10 @@ def _divide_region(
     _take_first(found, region.row.name, plans, tryout)
 
 
-def _divide_alone(
-    found: Derivation, structure: BlockStructure, allowed: Container[str], tryout: Tryout
-) -> None:
+def _divide_alone(found: Derivation, tryout: Tryout) -> None:
     """Divide large layers by themselves where a block would stay whole for the most part."""
-    block, sizes = tryout.trial.module, structure.sizes
+    block, structure = tryout.trial.module, tryout.structure
+    sizes = structure.sizes
     total = sum(sizes.values())
     facts = facts_of(block, found.plan, tryout.ranks)
     cut = [name for name, known in facts.items() if known.partition is not None]
@@ -761,7 +751,7 @@ def _divide_alone(
     alone = tuple(
         AlonePlan(name, even(-1, use.inputs if name in rows else use.outputs, ranks), name in rows)
         for name, use in structure.uses.items()
-        if name in allowed
+        if tryout.lets(name)
         and f"{name}.weight" not in cut
         and use.inputs * use.outputs >= _LARGE * total
         and not _of_others([name], structure)
@@ -903,8 +893,8 @@ def divide_block(
         except Exception as error:  # whatever the user's code raises in fp64: it stays whole
             reason = f"it cannot be tried in fp64: {type(error).__name__}: {error}"
             continue
-        tryout = Tryout(trial, ranks, sharded, others)
-        found = derive(tryout, structure, layers=layers, alone=alone)
+        tryout = Tryout(structure, layers, trial, ranks, sharded, others)
+        found = derive(tryout, alone=alone)
         pairs = zip(trial.module.parameters(), block.parameters(), strict=True)
         if any(mine.shape != own.shape for mine, own in pairs) and find_misfit(
             block, call, found.plan, ranks, sequence_parallel=sharded
