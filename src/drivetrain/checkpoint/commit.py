@@ -45,7 +45,7 @@ from drivetrain.checkpoint.manifest import (
     read_state,
     sync_directory,
 )
-from drivetrain.collectives.facts import Ranks, collect_facts, gather_facts, share_facts
+from drivetrain.collectives.facts import Ranks, gather_facts, share_facts
 from drivetrain.errors import CheckpointError
 from drivetrain.log import get_logger
 from drivetrain.runtime.world import World, launched_config, restarts, saved_mark
@@ -124,7 +124,7 @@ def collect(world: World, value: T, kind: type[T], group: Group = None) -> list[
     if world.size == 1:
         return [value]
     doing = "tell rank 0 what was written"
-    return collect_facts(value, kind, doing=doing, operation=_OPERATION, group=group)
+    return gather_facts(value, kind, doing=doing, operation=_OPERATION, group=group, main_only=True)
 
 
 def share(world: World, value: T, kind: type[T], group: Group = None) -> T:

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as load_bytes
 from torch import Tensor
 
 from drivetrain.checkpoint.manifest import (
@@ -202,11 +203,6 @@ def _window(memory: Tensor, box: Box, offsets: tuple[int, ...], sizes: tuple[int
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         view = view.narrow(dim, offset - box.offsets[dim], size)
     return view
-
-
-def check_plain(value: Any, where: str) -> None:
-    """Refuse a value, named ``where`` in the message, that a checkpoint cannot hold."""
-    encode(value, where, {})
 
 
 def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
@@ -428,36 +424,17 @@ SCALARS = "scalars"
 """The name of scalars in the file of the state, and in messages."""
 
 
-def pack(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """Return small tensors of any device as JSON can hold them: dtype, shape, elements in base64.
+def pack(tensors: Mapping[str, Tensor]) -> str:
+    """Return small tensors of any device as a safetensors file, in base64: for JSON.
 
     Raises:
         CheckpointError: a checkpoint cannot hold the dtype.
     """
-    packed = {}
-    for key, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
-            raise CheckpointError(
-                f"expected {key} to have one of the dtypes {', '.join(sorted(DTYPES.values()))}, "
-                f"found {tensor.dtype}; convert it before saving"
-            )
-        content = bytearray(tensor.nbytes)
-        if content:
-            elements = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            torch.frombuffer(content, dtype=torch.uint8).copy_(elements)
-        packed[key] = [DTYPES[tensor.dtype], list(tensor.shape), b64encode(content).decode()]
-    return packed
-
-
-def unpack(packed: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
-    """Return packed tensors, on the CPU."""
-    kinds = {code: dtype for dtype, code in DTYPES.items()}
-    found = {}
-    for key, (code, shape, text) in packed.items():
-        content, dtype = bytearray(b64decode(text)), kinds[code]
-        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-        found[key] = flat.reshape(shape)
-    return found
+    content = _header({key: (each.dtype, each.shape) for key, each in tensors.items()}, None)
+    for tensor in tensors.values():
+        elements = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        content += elements.numpy().tobytes()
+    return b64encode(content).decode()
 
 
 @dataclass(slots=True)
@@ -478,7 +455,7 @@ class Report:
     models: list[list[SavedTensor]] = field(default_factory=list)
     rank_file: str = ""
     scalars: list[Any] = field(default_factory=list)
-    tensors: dict[str, list[Any]] = field(default_factory=dict)
+    tensors: str = ""
     aliases: Sequence[Mapping[str, str]] = ()
     finite: bool = True
 
@@ -500,7 +477,9 @@ def write_common(draft: Path, reports: list[Report], contents: Contents) -> dict
         merge_tensors(tensor for piece in pieces for tensor in piece)
         for pieces in zip(*(report.models for report in reports), strict=True)
     )
-    scalars = merge_scalars([decode(each.scalars, unpack(each.tensors)) for each in reports])
+    scalars = merge_scalars(
+        [decode(each.scalars, load_bytes(b64decode(each.tensors))) for each in reports]
+    )
     aliases: tuple[dict[str, str], ...] = tuple({} for _ in models)
     for report in reports:  # a rank with only part of a model knows few tied names
         for names, more in zip(aliases, report.aliases, strict=False):

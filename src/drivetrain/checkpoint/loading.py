@@ -58,9 +58,10 @@ def open_checkpoint(directory: Path, world: World, verify: str = "full") -> "Che
     check_same(world, "load a checkpoint", same)
     if verify not in ("full", "size"):
         raise CheckpointError(f"expected verify to be 'full' or 'size', found {verify!r}")
-    together(world, doing, lambda: _check_sizes(target, manifest.files))
+    together(world, doing, lambda: _check_files(target, manifest.files, hashed=False))
     if verify == "full":
-        together(world, doing, lambda: _check_digests(target, manifest.files, world))
+        mine = _dealt_out(manifest.files, world)
+        together(world, doing, lambda: _check_files(target, mine, hashed=True))
     together(world, doing, lambda: _check_headers(target, manifest, world))
     return together(world, doing, lambda: CheckpointReader(target, manifest))
 
@@ -273,30 +274,20 @@ class _Files:
         return self._open[name]
 
 
-def _check_sizes(directory: Path, files: Mapping[str, FileRecord]) -> None:
+def _check_files(directory: Path, files: Mapping[str, FileRecord], *, hashed: bool) -> None:
     for name, record in files.items():
-        path = directory / name
-        if not path.is_file():
-            raise CheckpointError(f"expected the file {path} of {record.size} bytes, found none")
-        found = path.stat().st_size
-        if found != record.size:
-            raise CheckpointError(
-                f"expected {record.size} bytes in {path}, found {found}; the file was changed "
-                "after it was written: take another checkpoint"
-            )
+        _refuse(_file_problem(directory / name, record, hashed=hashed))
 
 
-def _check_digests(directory: Path, files: Mapping[str, FileRecord], world: World) -> None:
-    """Hash this rank's part of the files: the largest are dealt out first."""
+def _dealt_out(files: Mapping[str, FileRecord], world: World) -> dict[str, FileRecord]:
+    """Return this rank's part of the files: the largest are dealt out first."""
     order = sorted(files, key=lambda name: (-files[name].size, name))
-    for name in order[world.rank :: world.size]:
-        path = directory / name
-        found = file_record(path).sha256
-        if found != files[name].sha256:
-            raise CheckpointError(
-                f"expected sha256 {files[name].sha256} of {path}, found {found}; the file was "
-                "changed after it was written: take another checkpoint"
-            )
+    return {name: files[name] for name in order[world.rank :: world.size]}
+
+
+def _refuse(problem: str) -> None:
+    if problem:
+        raise CheckpointError(f"{problem}; take another checkpoint")
 
 
 def _check_headers(directory: Path, manifest: Manifest, world: World) -> None:
@@ -309,8 +300,8 @@ def _check_headers(directory: Path, manifest: Manifest, world: World) -> None:
     for name in of_ranks & mine:
         files.all_of(name)
     for saved, tensor in parts:
-        if saved.file in mine and (problem := _part_problem(files, saved, tensor)):
-            raise CheckpointError(f"{problem}; take another checkpoint")
+        if saved.file in mine:
+            _refuse(_part_problem(files, saved, tensor))
 
 
 # --- looks at a checkpoint from outside of a run ---
@@ -329,7 +320,8 @@ def find_problems(directory: Path) -> list[str]:
     except OSError as error:
         return [f"cannot read the manifest of {directory}: {in_words(error)}"]
     problems = {
-        name: _file_problem(directory / name, record) for name, record in manifest.files.items()
+        name: _file_problem(directory / name, record, hashed=True)
+        for name, record in manifest.files.items()
     }
     found = [problem for problem in problems.values() if problem]
     files = _Files(directory)
@@ -359,13 +351,13 @@ def _part_problem(files: "_Files", saved: SavedPart, tensor: SavedTensor) -> str
     )
 
 
-def _file_problem(path: Path, record: FileRecord) -> str:
-    """Return the fault of a file, "" for an intact file."""
+def _file_problem(path: Path, record: FileRecord, *, hashed: bool) -> str:
+    """Return how a file is not as it was written, "" for one that is."""
+    changed = "the file was changed after it was written"
     if not path.is_file():
-        return f"{path}: expected {record.size} bytes, found no such file"
-    found = file_record(path)
-    if found.size != record.size:
-        return f"{path}: expected {record.size} bytes, found {found.size}"
-    if found != record:
-        return f"{path}: expected sha256 {record.sha256}, found {found.sha256}"
+        return f"expected the file {path} of {record.size} bytes, found none"
+    if (size := path.stat().st_size) != record.size:
+        return f"expected {record.size} bytes in {path}, found {size}; {changed}"
+    if hashed and (digest := file_record(path).sha256) != record.sha256:
+        return f"expected sha256 {record.sha256} of {path}, found {digest}; {changed}"
     return ""

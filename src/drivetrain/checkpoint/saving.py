@@ -43,8 +43,8 @@ from drivetrain.checkpoint.encoding import (
     DTYPES,
     Contents,
     Report,
-    check_plain,
     check_shard,
+    encode,
     is_finite,
     write_common,
     write_tensors,
@@ -239,7 +239,7 @@ class RankWriter:
             CheckpointError: the first failure, with the path, the bytes needed and the bytes free.
         """
         self._parameters = contents.parameters
-        self._attempt(lambda: check_plain(dict(contents.state), "state"))
+        self._attempt(lambda: encode(dict(contents.state), "state", {}))
         self._attempt(partial(self._report.keep_scalars, contents.scalars))
         for index, shards in enumerate(contents.models):
             for shard in shards:

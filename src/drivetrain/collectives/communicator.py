@@ -300,12 +300,8 @@ class Header(NamedTuple):
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "Header":
-        """Return the header that ``to_json`` described."""
+        """Return the header that ``_asdict`` described."""
         return cls(**{**facts, "rates": tuple(facts["rates"])})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values by name."""
-        return self._asdict()
 
     @property
     def summary(self) -> tuple[str, int, str, str]:
@@ -604,16 +600,9 @@ class Communicator(ABC):
         return StagedHandle(operations, copies)
 
     def all_to_all(
-        self,
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor],
-        *,
-        label: str = "",
-        first: First = None,
+        self, outgoing: Tensors, incoming: Tensors, *, label: str = "", first: First = None
     ) -> Handle:
         """Send another tensor of bytes to each rank, and receive one from each.
-
-        A communicator that cannot send to one rank alone gathers all messages on every rank.
 
         Args:
             outgoing: for each rank, what it gets from this one: 1-D, contiguous, uint8, and of
@@ -623,9 +612,7 @@ class Communicator(ABC):
             label: names the operation in errors; the default is the line of the call.
             first: as for ``gather_parts``.
         """
-        if first is not None:
-            first()
-        return _swap_by_gather(self, outgoing, incoming, label or caller(2))
+        raise TypeError(f"{type(self).__name__} has no way to send to one rank alone")
 
     def accompany(self, companions: "Sequence[Communicator]") -> None:
         """Let the failure of this communicator reach the ranks of others."""
@@ -788,24 +775,6 @@ class Communicator(ABC):
         )
 
 
-def _swap_by_gather(
-    communicator: Communicator, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], label: str
-) -> Handle:
-    """Gather the messages of all ranks for all ranks, and take those for this rank."""
-    rank, size = communicator.rank, communicator.size
-    lengths = [tensor.numel() for tensor in outgoing]
-    total = sum(lengths)
-    everyone = outgoing[rank].new_empty(size, total)
-    torch.cat(tuple(outgoing), out=everyone[rank])
-    chunks = [(total * each, total * (each + 1)) for each in range(size)]
-    gather = communicator.all_gather(everyone.view(-1), chunks=chunks, label=label)
-    start = sum(lengths[:rank])
-    mine = [row[start : start + lengths[rank]] for row in everyone]
-    others = [each for each in range(size) if each != rank]
-    copies = ([incoming[each] for each in others], [mine[each] for each in others])
-    return StagedHandle([gather], [copies])
-
-
 def caller(depth: int = 3) -> str:
     """Return file:line of the code that called a communicator's method, so many frames up."""
     frame = sys._getframe(depth)
@@ -841,12 +810,7 @@ class SoloCommunicator(Communicator):
     """Collectives among one rank: only the scale is applied."""
 
     def all_reduce(
-        self,
-        tensor: Tensor,
-        *,
-        scale: float = 1.0,
-        reduction: Reduction = "sum",
-        label: str = "",
+        self, tensor: Tensor, *, scale: float = 1.0, reduction: Reduction = "sum", label: str = ""
     ) -> Handle:
         """Multiply by the scale."""
         return self._scaled(tensor, scale)
@@ -879,12 +843,7 @@ class SoloCommunicator(Communicator):
         return Finished()
 
     def all_to_all(
-        self,
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor],
-        *,
-        label: str = "",
-        first: First = None,
+        self, outgoing: Tensors, incoming: Tensors, *, label: str = "", first: First = None
     ) -> Handle:
         """Return a handle that only calls ``first``: there is nobody to send to."""
         return Finished() if first is None else Deferred(first)

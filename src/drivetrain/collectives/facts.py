@@ -528,7 +528,13 @@ FactsT = TypeVar("FactsT")
 
 
 def gather_facts(
-    facts: FactsT, kind: type[FactsT], *, doing: str, operation: str = "", group: Ranks = None
+    facts: FactsT,
+    kind: type[FactsT],
+    *,
+    doing: str,
+    operation: str = "",
+    group: Ranks = None,
+    main_only: bool = False,
 ) -> list[FactsT]:
     """Return the facts of all ranks, by rank; every rank receives them. Collective.
 
@@ -538,6 +544,8 @@ def gather_facts(
         doing: the reason of the exchange in words.
         operation: the name of the exchange, the same on all ranks; "" means ``doing``.
         group: the ranks, as a process group or a line of the mesh; None means all.
+        main_only: for facts that are too large to be received by every rank: the global rank 0
+            alone receives and reads them, and the list is empty elsewhere.
 
     Raises:
         CollectiveError: a rank does not come, or sent facts of another type.
@@ -545,24 +553,9 @@ def gather_facts(
     if size_of(group) == 1:
         return [facts]
     with _met(doing, operation, group) as (ranks, device):
-        texts = gather_texts(_written(facts), size_of(group), group=ranks, device=device)
-    return _read_all(texts, kind, doing)
-
-
-def collect_facts(
-    facts: FactsT, kind: type[FactsT], *, doing: str, operation: str = "", group: Ranks = None
-) -> list[FactsT]:
-    """Return the facts of all ranks on global rank 0, and an empty list elsewhere. Collective.
-
-    For facts that are too large to be received by every rank. Arguments and errors are those of
-    ``gather_facts``; only rank 0 reads the facts, and raises if some are of another type.
-    """
-    if size_of(group) == 1:
-        return [facts]
-    with _met(doing, operation, group) as (ranks, device):
-        mine = _written(facts)
-        texts = gather_texts(mine, size_of(group), group=ranks, device=device, main_only=True)
-    return _read_all(texts, kind, doing)
+        mine, size = _written(facts), size_of(group)
+        texts = gather_texts(mine, size, group=ranks, device=device, main_only=main_only)
+    return [_read(text, kind, doing, rank) for rank, text in enumerate(texts)]
 
 
 def share_facts(
@@ -612,10 +605,6 @@ def _met(
 
 def _written(facts: Any) -> str:
     return json.dumps(facts, default=dataclasses.asdict)
-
-
-def _read_all(texts: Sequence[str], kind: type[FactsT], doing: str) -> list[FactsT]:
-    return [_read(text, kind, doing, rank) for rank, text in enumerate(texts)]
 
 
 def _read(text: str, kind: type[FactsT], doing: str, rank: int) -> FactsT:

@@ -20,6 +20,7 @@ from drivetrain.collectives.communicator import (
     Reduction,
     Request,
     StagedHandle,
+    Tensors,
     caller,
     checked_parts,
     flatten,
@@ -180,12 +181,7 @@ class NativeCommunicator(Communicator):
         return self._start(Request("all_gather", label, bounds), gather, flat, flat)
 
     def all_to_all(
-        self,
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor],
-        *,
-        label: str = "",
-        first: First = None,
+        self, outgoing: Tensors, incoming: Tensors, *, label: str = "", first: First = None
     ) -> Handle:
         """Send another tensor of bytes to each rank, and receive one from each."""
         if first is not None:

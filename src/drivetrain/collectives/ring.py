@@ -56,6 +56,7 @@ from drivetrain.collectives.communicator import (
     Reduction,
     Request,
     StagedHandle,
+    Tensors,
     as_bytes,
     caller,
     checked_parts,
@@ -294,7 +295,7 @@ class CommunicationThread:
     @torch.no_grad()
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
-            self._thread.current = task.header.to_json
+            self._thread.current = task.header._asdict
             self._broken = task.execute(self._broken)
             self._thread.current = None
             del task  # a finished task must not keep its tensors alive until the next one comes
@@ -375,13 +376,7 @@ class RingCommunicator(Communicator):
         """Fill the tensors of the other ranks; large ones in place, small ones packed together."""
         held = checked_parts(parts, self.size)
         request = Request("all_gather", label, layout=layout_of(held))
-
-        def gather() -> None:
-            if first is not None:
-                first()
-            self._gather(as_bytes(held))
-
-        return self._submit(request, gather, None)
+        return self._submit(request, lambda: self._gather(as_bytes(held)), None, first)
 
     def reduce_parts(
         self, parts: Parts, *, scale: float = 1.0, label: str = "", first: First = None
@@ -389,33 +384,17 @@ class RingCommunicator(Communicator):
         """Put the sums over ranks, times scale, into this rank's tensors; small ones packed."""
         held = checked_parts(parts, self.size)
         request = Request("reduce_scatter", label, layout=layout_of(held))
-
-        def reduce() -> None:
-            if first is not None:
-                first()
-            self._reduce(held, scale)
-
-        return self._submit(request, reduce, None)
+        return self._submit(request, lambda: self._reduce(held, scale), None, first)
 
     def all_to_all(
-        self,
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor],
-        *,
-        label: str = "",
-        first: First = None,
+        self, outgoing: Tensors, incoming: Tensors, *, label: str = "", first: First = None
     ) -> Handle:
         """Send another tensor of bytes to each rank, and receive one from each."""
         held = checked_parts([[tensor] for tensor in outgoing], self.size)
         arriving = checked_parts([[tensor] for tensor in incoming], self.size)
         request = Request("all_to_all", label, layout=layout_of(held))
-
-        def swap() -> None:
-            if first is not None:
-                first()
-            swap_all(self._neighbors, held, arriving)
-
-        return self._submit(request, swap, None)
+        swap = partial(swap_all, self._neighbors, held, arriving)
+        return self._submit(request, swap, None, first)
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
         """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
@@ -447,7 +426,9 @@ class RingCommunicator(Communicator):
 
     # --- submission, on the caller's thread ---
 
-    def _submit(self, request: Request, run: Callable[[], None], flat: Tensor | None) -> Handle:
+    def _submit(
+        self, request: Request, run: Callable[[], None], flat: Tensor | None, first: First = None
+    ) -> Handle:
         header = self._header(request, flat)
         if header is None:
             return Finished()
@@ -458,6 +439,8 @@ class RingCommunicator(Communicator):
             self._row.begin(header.number, checksum, *header.summary)
             with header.range():
                 self._neighbors.begin(checksum)
+                if first is not None:
+                    first()
                 run()
             self._row.end()
             self.traffic.took(self.axis.name, header.operation, time.perf_counter() - start)
@@ -717,12 +700,7 @@ class HierarchicalCommunicator(Communicator):
         return StagedHandle([far, near], ())
 
     def all_to_all(
-        self,
-        outgoing: Sequence[Tensor],
-        incoming: Sequence[Tensor],
-        *,
-        label: str = "",
-        first: First = None,
+        self, outgoing: Tensors, incoming: Tensors, *, label: str = "", first: First = None
     ) -> Handle:
         """Send another tensor of bytes to each rank, and receive one from each: no levels."""
         return self._chain.all_to_all(outgoing, incoming, label=label or caller(2), first=first)

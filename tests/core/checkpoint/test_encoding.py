@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.checkpoint.encoding import check_plain, encode, load, save
+from drivetrain.checkpoint.encoding import encode, load, save
 from drivetrain.checkpoint.manifest import decode
 from drivetrain.errors import CheckpointError
 
@@ -80,14 +80,14 @@ def test_other_objects_are_refused_by_path():
         torch.float32: "torch.dtype",
     }.items():
         with pytest.raises(CheckpointError, match=r"objects\[0\]\.inner\[1\] is a .*" + culprit):
-            check_plain([{"inner": [0, value]}], "objects")
+            encode([{"inner": [0, value]}], "objects", {})
     inside = []
     inside.append(inside)
     with pytest.raises(CheckpointError, match="contains itself"):
-        check_plain(inside, "state")
+        encode(inside, "state", {})
     for key in (None, 1.5, True, (1,)):
         with pytest.raises(CheckpointError, match="keys of a dict in a checkpoint must be str or"):
-            check_plain({key: 1}, "state")
+            encode({key: 1}, "state", {})
 
 
 def test_unknown_or_broken_tags_are_refused():

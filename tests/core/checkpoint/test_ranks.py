@@ -140,7 +140,7 @@ def test_ranks_that_contradict_each_other(tmp_path):
     whole = Shard("w", "", torch.ones(2), (2,), Part.whole((2,)))
     raises_the_same(world, "exactly once, found 4", lambda: save_with([whole], [{}]))
     value = torch.zeros(1, dtype=torch.complex128) if world.rank else torch.zeros(1)
-    message = r"rank 1: expected scalars\[0\].* one of the dtypes .*found torch.complex128"
+    message = r"rank 1: the tensor .scalars\[0\].* has dtype torch.complex128, which .* cannot hold"
     raises_the_same(world, message, lambda: save_with([], [{0: {"w": {"s": value}}}]))
     assert list(tmp_path.iterdir()) == []
 

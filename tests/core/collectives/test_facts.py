@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import drivetrain
 from drivetrain import CollectiveError
-from drivetrain.collectives.facts import collect_facts, gather_facts, share_facts
+from drivetrain.collectives.facts import gather_facts, share_facts
 
 OBJECTS = {
     "communication.py": "functions of the public API that take a script's objects",
@@ -39,8 +39,8 @@ def test_facts_of_all_ranks_or_of_one():
     assert lists == [{"ranks": [0]}, {"ranks": [1]}, {"ranks": [2]}]
     assert share_facts(mine, Facts, source=2, doing="a test") == Facts("größe 2", [0, 1])
     assert share_facts("", str, doing="a test") == ""
-    assert collect_facts(mine, Facts, doing="a test") == (told if rank == 0 else [])
-    assert collect_facts("", str, doing="a test") == ([""] * 3 if rank == 0 else [])
+    assert gather_facts(mine, Facts, doing="a test", main_only=True) == (told if rank == 0 else [])
+    assert gather_facts("", str, doing="a test", main_only=True) == ([""] * 3 if rank == 0 else [])
 
 
 @pytest.mark.ranks(2)
@@ -50,9 +50,9 @@ def test_facts_of_another_type_are_refused_on_every_rank():
         gather_facts(facts, Facts, doing="a test")
     if dist.get_rank() == 0:
         with pytest.raises(CollectiveError, match="a test: expected facts of rank 0"):
-            collect_facts(facts, Facts, doing="a test")
+            gather_facts(facts, Facts, doing="a test", main_only=True)
     else:
-        assert collect_facts(facts, Facts, doing="a test") == []
+        assert gather_facts(facts, Facts, doing="a test", main_only=True) == []
     with pytest.raises(CollectiveError, match="the same version on every host"):
         share_facts(facts, Facts, doing="a test")
 

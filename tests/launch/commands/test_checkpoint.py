@@ -153,7 +153,7 @@ def test_verify_lists_all_that_is_wrong(command, saved):
     assert len(lines) == 3
     assert any("model-0-weights" in line and "bytes, found" in line for line in lines)
     assert any("model-1-weights" in line and "expected sha256" in line for line in lines)
-    assert any("rank-00000" in line and "found no such file" in line for line in lines)
+    assert any("rank-00000" in line and "found none" in line for line in lines)
 
 
 def test_verify_sees_a_damaged_manifest_and_a_newer_format(command, saved):
