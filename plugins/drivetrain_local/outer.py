@@ -68,19 +68,10 @@ def fragment_of_each(model: nn.Module | None, names: Iterable[str], count: int) 
     return fragments
 
 
-def first_step(options: LocalOptions, fragment: int) -> int:
-    """Return the place in a round at which a fragment is exchanged, from 0."""
-    return fragment * options.every // options.fragments
-
-
-def is_exchanged(options: LocalOptions, fragment: int, steps: int) -> bool:
-    """Return whether a fragment's exchange starts after so many steps."""
-    return (steps - first_step(options, fragment)) % options.every == 0
-
-
 def steps_since(options: LocalOptions, fragment: int, steps: int) -> int:
     """Return how many steps ago the latest exchange of a fragment started."""
-    return (steps - first_step(options, fragment)) % options.every
+    turn = fragment * options.every // options.fragments
+    return (steps - turn) % options.every
 
 
 # --- messages between workers about the tensors that one optimizer steps ---
@@ -352,7 +343,7 @@ class OuterSteps(StepCount):
         if self._local <= 0:
             return
         for fragment in range(self._options.fragments):
-            if is_exchanged(self._options, fragment, self._local):
+            if not steps_since(self._options, fragment, self._local):
                 self.land(fragment)  # what a checkpoint of other options has left
                 self._exchange(fragment)
             if fragment in self._flights and self._flights[fragment].due <= self.steps:

@@ -27,10 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.checkpoint.encoding import copy_overlap
 from drivetrain.collectives import Communicator
 from drivetrain.compression.error_feedback import take_kept
 from drivetrain.log import get_logger
-from drivetrain.runtime.parts import Part, boxes
+from drivetrain.runtime.parts import Part
 from drivetrain.saved_state import AROUND, LINKS, OWN_MARK
 from drivetrain.shards import Reader, Shard, TensorFacts
 from drivetrain_local.outer import MOMENTUM, OUTER, UNDER_WAY
@@ -238,9 +239,8 @@ def go_on_with_kept(
     if not kept:
         return
     taken = {name for name, _ in mine.keys()}  # noqa: SIM118
-    flags = torch.tensor([name in taken for name in kept], dtype=torch.uint8).to(device)
-    ranks.all_reduce(flags, reduction="max", label="kept errors that go on").wait()
-    if left_out := flags.numel() - int(flags.sum()):
+    go_on = named_by_any(ranks, device, kept, taken, "kept errors that go on")
+    if left_out := len(kept) - len(go_on):
         logger.announce(
             f"local: the checkpoint has errors of links.far.gradients for {left_out} "
             "parameters that no rank of this run exchanges in the same parts; these errors are "
@@ -330,34 +330,33 @@ class JoinedWeights:
             shards: of this rank, with those of outer weights.
             held: names of which this rank has some outer weights.
         """
-        chosen = self._held_by_some(held)
+        names = list(dict.fromkeys(self._saved_as.values()))
+        chosen = named_by_any(self._ranks, self._device, names, held, "outer weights")
         whole = {
             one.name: torch.zeros(one.shape, dtype=one.dtype, device=self._device)
             for one in (self._facts[name] for name in chosen)
         }
         for shard in shards:
             if shard.name in whole and shard.state.partition(".")[2] == OUTER:
-                write(shard, whole[shard.name])
+                target, flat = whole[shard.name].view(-1), shard.tensor.detach().reshape(-1)
+                copy_overlap(target, Part.whole(shard.shape), flat, shard.part)
         for tensor in whole.values():  # other ranks' parts are zeros here
             self._ranks.all_reduce(tensor, label="outer weights").wait()
         return {name: whole[one] for name, one in self._saved_as.items() if one in whole}
 
-    def _held_by_some(self, held: Collection[str]) -> list[str]:
-        """Return the wanted tensors of which some rank of the worker has outer weights."""
-        names = list(dict.fromkeys(self._saved_as.values()))
-        if not names:
-            return []
-        flags = torch.tensor([name in held for name in names], dtype=torch.uint8)
-        flags = flags.to(self._device)
-        self._ranks.all_reduce(flags, reduction="max", label="outer weights").wait()
-        return [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
 
+def named_by_any(
+    ranks: Communicator, device: torch.device, names: Sequence[str], mine: Container[str], what: str
+) -> list[str]:
+    """Return those of the names that some of the ranks has among its own. Collective.
 
-def write(shard: Shard, whole: Tensor) -> None:
-    """Write a shard in its place of the whole tensor."""
-    flat = shard.tensor.detach().reshape(-1)
-    for box in boxes(shard.part):
-        place = whole
-        for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            place = place.narrow(dim, start, size)
-        place.copy_(flat[box.start : box.start + place.numel()].view(box.sizes))
+    Args:
+        ranks: who takes part.
+        device: of this rank.
+        names: the same on all ranks.
+        mine: those of this rank.
+        what: the label of the operation.
+    """
+    flags = torch.tensor([name in mine for name in names], dtype=torch.uint8).to(device)
+    ranks.all_reduce(flags, reduction="max", label=what).wait()
+    return [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]

@@ -62,12 +62,13 @@ from drivetrain_local.state import (
     WorkerReader,
     go_on_with_kept,
     marked,
+    named_by_any,
     noting_weights,
     optimizers_apart,
     saved_workers,
     shards_of_worker,
 )
-from drivetrain_local.sync import WorkerLine, alone, links_of_workers, run_inside, told_numbers
+from drivetrain_local.sync import WorkerLine, links_of_workers, run_inside, told_numbers
 
 
 def strategy_inside(config: LocalOptions) -> tuple[type[Strategy[Any]], Any]:
@@ -98,7 +99,7 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
     part = sum(parts.values())
     route = Route(far)
     if run.links.in_channels:
-        route = Route(far, HostLevels(alone(near), far), links_of_workers(run))
+        route = Route(far, HostLevels(near.alone, far), links_of_workers(run))
     stepped = kind.planning().stepped(options, model, inside)
     in_round, kept = _exchanges(config, model, here, stepped, route)
     in_round += route.broadcast(sum(spec.nbytes for spec in here.buffers))
@@ -373,12 +374,10 @@ class LocalState(StateAround):
         pairs = zip(parameters, before, strict=True)
         mine = {names[id(p)] for p, old in pairs if not torch.equal(p, old)}
         # About the whole model: ranks may hold other parameters.
-        flags = torch.tensor([name in mine for name in self._parts], dtype=torch.uint8)
-        flags = flags.to(self._local.run.world.device)
+        names_of_all, device = list(self._parts), self._local.run.world.device
         for line in (self._workers, self._ranks):
-            line.all_reduce(flags, reduction="max", label="changes of weights").wait()
-        pairs_of_all = zip(self._parts, flags.tolist(), strict=True)
-        changed = frozenset(name for name, flag in pairs_of_all if flag)
+            mine = {*named_by_any(line, device, names_of_all, mine, "changes of weights")}
+        changed = frozenset(mine)
         here = [p for p in parameters if names[id(p)] in changed]
         replicate(here, self._workers, "changes of weights")
         return changed

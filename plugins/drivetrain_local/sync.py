@@ -451,21 +451,14 @@ class WorkerLine:
             dp = run.mesh[AXIS]
             self._name = f"{getattr(dp.group, 'group_name', '')}/{next(dp.streams)}"
             self._stream = next(far.streams)
-        self.everyone = self._connect_all(alone(near))
+        self.everyone = self._connect_all(HostLevels(near.alone, far))
 
-    def _connect_all(self, here: Axis) -> Communicator:
+    def _connect_all(self, levels: HostLevels) -> Communicator:
         """Connect all workers, by the methods of the run for slow links."""
-        run, far = self._run, self._far
+        run, far = self._run, levels.far
         if far.size == 1 or not run.links.in_channels:
             return self._connect(far)
-        return LinkedCommunicator(
-            far,
-            HostLevels(here, far),
-            self._connect,
-            self._traffic,
-            run.world,
-            links_of_workers(run),
-        )
+        return LinkedCommunicator(far, levels, self._traffic, run.world, links_of_workers(run))
 
     def _connect(self, axis: Axis) -> Communicator:
         world = self._run.world
@@ -502,15 +495,3 @@ def run_inside(run: Run, near: Axis) -> Run:
 def links_of_workers(run: Run) -> LinkMethods:
     """Return the methods between workers, who exchange after a step: none of it is skipped."""
     return replace(run.links, undoable=False)
-
-
-def alone(axis: Axis) -> Axis:
-    """Return this rank by itself, as the near level of an axis of workers."""
-    here = axis.rank
-    return Axis(
-        name=f"{axis.name}.alone",
-        size=1,
-        rank=0,
-        ranks=axis.ranks[here : here + 1],
-        hosts=axis.hosts[here : here + 1],
-    )

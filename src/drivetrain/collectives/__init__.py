@@ -19,6 +19,7 @@ hosts: less crosses the network between hosts. NCCL looks for such ways itself.
 """
 
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from drivetrain.collectives.communicator import Reduction as Reduction
 from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain.collectives.communicator import communicator_of as communicator_of
 from drivetrain.collectives.native import NativeCommunicator
-from drivetrain.collectives.ring import HierarchicalCommunicator, RingCommunicator
+from drivetrain.collectives.ring import ConnectAxis, HierarchicalCommunicator, RingCommunicator
 from drivetrain.collectives.volume import Route as Route
 from drivetrain.collectives.volume import chunk_bounds as chunk_bounds
 from drivetrain.collectives.volume import sent_bytes as sent_bytes
@@ -82,14 +83,16 @@ def connect_over_hosts(mesh: Mesh, name: str, traffic: Traffic, world: World) ->
         traffic: the ledger; gets what is sent between hosts under the name ``NAME.far``.
         world: the hosts of all ranks, and the device of this one.
     """
-
-    def connected(axis: Axis) -> Communicator:
-        return connect(axis, traffic, world.device, world.timeout)
-
     levels = mesh.start_levels(name, world) if _ring_runs(world) else None
+    connect_axis = connecting(traffic, world)
     if levels is None:
-        return connected(mesh[name])
-    return HierarchicalCommunicator(mesh[name], levels, connected, traffic, world.timeout)
+        return connect_axis(mesh[name])
+    return HierarchicalCommunicator(mesh[name], levels, connect_axis, traffic, world.timeout)
+
+
+def connecting(traffic: Traffic, world: World) -> ConnectAxis:
+    """Return ``connect`` for the axes of one run."""
+    return partial(connect, traffic=traffic, device=world.device, timeout=world.timeout)
 
 
 def route_over_hosts(mesh: Mesh, name: str, world: World) -> Route:

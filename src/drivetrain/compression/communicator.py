@@ -26,8 +26,8 @@ from drivetrain.collectives import (
     Handle,
     Parts,
     Route,
-    connect,
     connect_over_hosts,
+    connecting,
     route_over_hosts,
 )
 from drivetrain.collectives.communicator import (
@@ -38,7 +38,7 @@ from drivetrain.collectives.communicator import (
     SumChannel,
 )
 from drivetrain.collectives.facts import gather_facts
-from drivetrain.collectives.ring import ConnectAxis, HierarchicalCommunicator
+from drivetrain.collectives.ring import HierarchicalCommunicator
 from drivetrain.collectives.volume import FlatSlice, SlicesByRank, far_pieces
 from drivetrain.compression.compressor import FarReduction
 from drivetrain.compression.error_feedback import (
@@ -62,7 +62,6 @@ class LinkedCommunicator(HierarchicalCommunicator):
     Args:
         axis: the mesh axis.
         levels: its ranks on this host, perhaps this one alone, and those at its place of each host.
-        connect: makes a communicator for an axis.
         traffic: the ledger.
         world: the device of this rank, and how long one message may take.
         links: the methods.
@@ -75,12 +74,11 @@ class LinkedCommunicator(HierarchicalCommunicator):
         self,
         axis: Axis,
         levels: HostLevels,
-        connect: ConnectAxis,
         traffic: Traffic,
         world: World,
         links: LinkMethods,
     ) -> None:
-        super().__init__(axis, levels, connect, traffic, world.timeout)
+        super().__init__(axis, levels, connecting(traffic, world), traffic, world.timeout)
         for method in (links.gradients, links.parameters):
             if method is not None:
                 method.get_ready(world.device)
@@ -303,16 +301,12 @@ def connect_linked(
     Raises:
         ConfigError: hosts hold different numbers of ranks of the axis, or not in a row.
     """
-
-    def connected(axis: Axis) -> Communicator:
-        return connect(axis, traffic, world.device, world.timeout)
-
     count = hosts_apart(mesh, name, world, links)
     if count is None:
         return connect_over_hosts(mesh, name, traffic, world)
     near = mesh.start_neighbors(name, count, world)
     levels = HostLevels(near, mesh.start_across(name, count, world))
-    return LinkedCommunicator(mesh[name], levels, connected, traffic, world, links)
+    return LinkedCommunicator(mesh[name], levels, traffic, world, links)
 
 
 def route_linked(mesh: Mesh, name: str, world: World, links: LinkMethods) -> Route:
@@ -349,14 +343,10 @@ def connect_replicas(
     Raises:
         ConfigError: several of the ranks share a host.
     """
-
-    def connected(one: Axis) -> Communicator:
-        return connect(one, traffic, world.device, world.timeout)
-
     levels = levels_of_replicas(axis, links)
     if levels is None:
-        return connected(axis)
-    return LinkedCommunicator(axis, levels, connected, traffic, world, links)
+        return connecting(traffic, world)(axis)
+    return LinkedCommunicator(axis, levels, traffic, world, links)
 
 
 def route_of_replicas(axis: Axis, links: LinkMethods) -> Route:
@@ -379,15 +369,7 @@ def levels_of_replicas(axis: Axis, links: LinkMethods) -> HostLevels | None:
             f"{', '.join(axis.hosts)}; let groups of shards be as large as hosts (shard_size), "
             "or leave links.far out"
         )
-    here = axis.rank
-    near = Axis(
-        name=f"{axis.name}.alone",
-        size=1,
-        rank=0,
-        ranks=axis.ranks[here : here + 1],
-        hosts=axis.hosts[here : here + 1],
-    )
-    return HostLevels(near, axis)
+    return HostLevels(axis.alone, axis)
 
 
 # --- the islands of a run ---

@@ -175,7 +175,7 @@ class MethodOnLink:
 
     def _exact(self, tensor: CrossingTensor) -> int:
         """Return the bytes of an exact tensor, sent by a host."""
-        far, pieces = _pieces(tensor, self.link)
+        far, pieces = crossing_pieces(tensor, self.link.hosts, self.link.per_host)
         lengths = [sum(flat_slice.nbytes for flat_slice in part) for part in pieces]
         sums = self.use.name == "gradients"
         sent = sent_bytes("reduce_scatter", lengths, far.rank) if sums else 0
@@ -185,7 +185,7 @@ class MethodOnLink:
 
     def _sent(self, tensor: CrossingTensor) -> int:
         """Return the bytes of an encoded tensor, sent by a host."""
-        far, pieces = _pieces(tensor, self.link)
+        far, pieces = crossing_pieces(tensor, self.link.hosts, self.link.per_host)
         if self.method is None or not self.method.approximates(pieces):
             return self._exact(tensor)
         if self.use.name == "gradients":
@@ -261,14 +261,16 @@ def permitted(
     }
 
 
-def _pieces(tensor: CrossingTensor, link: SlowLink) -> tuple[Axis, SlicesByRank]:
+def crossing_pieces(
+    tensor: CrossingTensor, hosts: int, per_host: int = 1
+) -> tuple[Axis, SlicesByRank]:
     """Return the ranks at the first place of each host, and their pieces of a tensor."""
-    hosts = tuple(range(link.hosts))
-    far = Axis(name="far", size=link.hosts, rank=0, ranks=hosts, hosts=tuple(map(str, hosts)))
+    ranks = tuple(range(hosts))
+    far = Axis(name="far", size=hosts, rank=0, ranks=ranks, hosts=tuple(map(str, ranks)))
     row = ParameterRow("", (tensor.rows, tensor.columns), 0, 0)
     whole = FlatSlice.of(tensor.numel, tensor.dtype, [row])
-    share = whole.cut(*chunk_bounds(tensor.numel, link.per_host)[0])
-    return far, [[share.cut(*bounds)] for bounds in chunk_bounds(share.numel, link.hosts)]
+    share = whole.cut(*chunk_bounds(tensor.numel, per_host)[0])
+    return far, [[share.cut(*bounds)] for bounds in chunk_bounds(share.numel, hosts)]
 
 
 # --- the methods of a run, from the configuration ---

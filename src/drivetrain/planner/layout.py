@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import yaml
 
-from drivetrain.collectives.volume import FlatSlice, ParameterRow, Route
+from drivetrain.collectives.volume import Route
 from drivetrain.compression.compressor import Fidelity
-from drivetrain.compression.methods import LinkMethods
+from drivetrain.compression.methods import CrossingTensor, LinkMethods, crossing_pieces
 from drivetrain.config import DtypesConfig, Layer, RunConfig, ValueOrigin
 from drivetrain.config.outline import BF16, EXACT
 from drivetrain.config.resolve import resolve
@@ -21,7 +21,6 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.prices import HardwarePrices
 from drivetrain.model.fp8 import GATHERED
 from drivetrain.registry import strategies
-from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
 from drivetrain.simulator.step import (
     COMPUTE,
@@ -398,17 +397,14 @@ def far_method(name: str, hosts: int) -> FarMethod | None:
     methods = methods_of(name)
     if methods.gradients is None or hosts == 1:
         return None
-    far = Axis(name="dp.far", size=hosts, rank=0, ranks=tuple(range(hosts)),
-               hosts=tuple(f"host {host}" for host in range(hosts)))  # fmt: skip
-    numel = SIDE * SIDE
-    whole = FlatSlice.of(numel, torch.float32, [ParameterRow("weight", (SIDE, SIDE), 0, 0)])
-    edges = [numel * index // hosts for index in range(hosts + 1)]
-    pieces = [[whole.cut(*edges[index : index + 2])] for index in range(hosts)]
+    matrix = CrossingTensor(SIDE, SIDE, torch.float32)
+    far, pieces = crossing_pieces(matrix, hosts)
+    nbytes = matrix.numel * torch.float32.itemsize
     sent, divided = (
-        methods.gradients.sent(Route(far), pieces, everywhere=everywhere).total() / whole.nbytes
+        methods.gradients.sent(Route(far), pieces, everywhere=everywhere).total() / nbytes
         for everywhere in (True, False)
     )
-    held = methods.gradients.held(far, pieces, everywhere=True) / whole.nbytes
+    held = methods.gradients.held(far, pieces, everywhere=True) / nbytes
     return FarMethod(name, sent, divided, held)
 
 

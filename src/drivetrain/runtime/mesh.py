@@ -54,6 +54,11 @@ class Axis:
         """Whether the axis crosses a network."""
         return len(set(self.hosts)) > 1
 
+    @property
+    def alone(self) -> "Axis":
+        """This rank by itself, as the near level where every host has one rank of the axis."""
+        return _some(self, f"{self.name}.alone", [self.rank])
+
 
 def subset(axis: Axis, chosen: Sequence[int], stream: int) -> Axis:
     """Return some of the ranks of an axis, which send messages on the group of all of them.
