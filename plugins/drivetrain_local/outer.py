@@ -19,7 +19,7 @@ of the last, such as a head, by their place before or behind the blocks.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -103,6 +103,7 @@ class MessageChannel(NamedTuple):
     channel: SumChannel
 
 
+@dataclass(eq=False, slots=True)
 class Messages:
     """The tensors of each message between workers, and the channels of their sums.
 
@@ -113,41 +114,33 @@ class Messages:
         workers: the ranks at this rank's place of each worker.
         parts: what the modules of this rank have of each parameter, by name.
         fragments: gives the fragment of a parameter, by name.
-
-    Attributes:
-        device: of messages; tensors in stores may lie elsewhere.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        inner: Strategy[Any],
-        workers: Communicator,
-        parts: Mapping[str, HeldPart],
-        fragments: Mapping[str, int],
-    ) -> None:
-        self.device = inner.run.world.device
-        self._optimizer = optimizer
-        self._model = model
-        self._inner = inner
-        self._workers = workers
-        self._parts = parts
-        self._fragments = fragments
-        self._channels: dict[MessageKey, MessageChannel] = {}
+    optimizer: Optimizer
+    model: nn.Module
+    inner: Strategy[Any]
+    workers: Communicator
+    parts: Mapping[str, HeldPart]
+    fragments: Mapping[str, int]
+    _channels: dict[MessageKey, MessageChannel] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Where messages lie; tensors in stores may lie elsewhere."""
+        return self.inner.run.world.device
 
     def names(self) -> Mapping[int, str]:
         """Return the name of every tensor that optimizers hold, by identity."""
-        own = {id(p): name for name, p in named_parameters(self._model).items()}
-        return {**own, **self._inner.state.names()}
+        own = {id(p): name for name, p in named_parameters(self.model).items()}
+        return {**own, **self.inner.state.names()}
 
     def dtype(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype of a tensor's values, on all workers the same."""
-        return self._inner.state.dtype(parameter)
+        return self.inner.state.dtype(parameter)
 
     def held(self) -> Iterator[nn.Parameter]:
         """Yield the tensors in the optimizer's groups, frozen ones, too."""
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             yield from group["params"]
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -158,7 +151,7 @@ class Messages:
         """Yield (name, word of the part) of each part of which the optimizer holds elements."""
         names = self.names()
         for parameter in self.held():
-            yield (name := names[id(parameter)]), self._parts[name].word
+            yield (name := names[id(parameter)]), self.parts[name].word
 
     def of(
         self, fragment: int | None = None, also: Collection[nn.Parameter] = ()
@@ -179,8 +172,8 @@ class Messages:
         names = self.names()
         stepped = {names[id(p)]: p for p in self.held() if p.requires_grad or p in also}
         found: dict[tuple[torch.dtype, str], list[nn.Parameter]] = {}
-        for name in self._parts:
-            if name in stepped and fragment in (None, self._fragments[name]):
+        for name in self.parts:
+            if name in stepped and fragment in (None, self.fragments[name]):
                 kind = self._kind(stepped[name], names)
                 found.setdefault(kind, []).append(stepped[name])
         return list(found.values())
@@ -196,7 +189,7 @@ class Messages:
         key = MessageKey(fragment, *self._kind(members[0], names))
         before = self._channels.get(key)
         if before is None or before.flat_slice != flat_slice:
-            made = self._workers.gradients_summed(
+            made = self.workers.gradients_summed(
                 flat_slice, "outer gradients", None if before is None else before.channel
             )
             self._channels[key] = MessageChannel(flat_slice, made)
@@ -204,11 +197,11 @@ class Messages:
 
     def _kind(self, parameter: nn.Parameter, names: Mapping[int, str]) -> tuple[torch.dtype, str]:
         """Return the dtype and the word of the part, which the tensors of a message share."""
-        return self.dtype(parameter), self._parts[names[id(parameter)]].word
+        return self.dtype(parameter), self.parts[names[id(parameter)]].word
 
     def _flat_slice(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> FlatSlice:
         """Describe a tensor in a message: a piece of a matrix is encoded as part of the matrix."""
-        shape, outer_dim, first, numel = self._inner.state.piece(parameter)
+        shape, outer_dim, first, numel = self.inner.state.piece(parameter)
         whole = FlatSlice.of(prod(shape), dtype, [ParameterRow(name, shape, outer_dim, 0)])
         return whole.cut(first, first + numel)
 

@@ -16,7 +16,6 @@ without beginning the operation that this one waits for, or two ranks have diffe
 under way at the same place of one order. Nothing is looked at before that half second.
 """
 
-import dataclasses
 import hashlib
 import json
 import sys
@@ -25,6 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -67,6 +67,7 @@ WAY_OUT = (
 )
 
 
+@dataclass(eq=False)
 class Wait:
     """One wait of this rank for others.
 
@@ -76,7 +77,7 @@ class Wait:
         number: which one of that order, from 1.
         ranks: the global ranks whose statuses are read.
         rank: this one.
-        needed: those of the ranks that must come; None means all.
+        needed: those of the ranks that must come.
 
     Attributes:
         spoken_for: whether another thread looks around in place of the main thread, which cannot.
@@ -84,24 +85,15 @@ class Wait:
 
     spoken_for = False
 
-    def __init__(
-        self,
-        doing: str,
-        place: str,
-        number: int,
-        ranks: Sequence[int],
-        rank: int,
-        needed: Sequence[int] | None = None,
-    ) -> None:
-        self.doing = doing
-        self.place = place
-        self.number = number
-        self.ranks = ranks
-        self.rank = rank
-        self.needed = ranks if needed is None else needed
-        self.site = ""
-        self._next = FIRST_LOOK_S
-        self._spoke = False
+    doing: str
+    place: str
+    number: int
+    ranks: Sequence[int]
+    rank: int
+    needed: Sequence[int]
+    site: str = ""
+    _next: float = field(default_factory=lambda: FIRST_LOOK_S)
+    _spoke: bool = False
 
     def look(self, waited: float) -> str:
         """Look around if it is time to.
@@ -253,7 +245,7 @@ def named(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[Wait]:
     if group is None:
         raise CollectiveError(f"{doing}: this rank has left the process group of the others")
     ranks, rank, number = dist.get_process_group_ranks(group), dist.get_rank(), begin_meeting(group)
-    wait = Wait(doing, str(group.group_name), number, ranks, rank)
+    wait = Wait(doing, str(group.group_name), number, ranks, rank, ranks)
     row = _row_of(group, ranks)
     row.submit(number)
     row.begin(number, 0, "", 0, "", doing)
@@ -604,7 +596,7 @@ def _met(
 
 
 def _written(facts: Any) -> str:
-    return json.dumps(facts, default=dataclasses.asdict)
+    return json.dumps(facts, default=asdict)
 
 
 def _read(text: str, kind: type[FactsT], doing: str, rank: int) -> FactsT:

@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -61,6 +62,7 @@ class AllOf:
         return all(work.is_completed() for work in self._works)
 
 
+@dataclass(eq=False, slots=True)
 class NativeHandle:
     """An operation of the backend, and a scale to apply afterwards.
 
@@ -73,21 +75,12 @@ class NativeHandle:
         waiting: makes a context for the wait.
     """
 
-    def __init__(
-        self,
-        work: Any,
-        result: Tensor,
-        scale: float,
-        describe: Callable[[BaseException], CollectiveError],
-        waited: Callable[[float], None],
-        waiting: Callable[[], AbstractContextManager[object]],
-    ) -> None:
-        self._work = work
-        self._result: Tensor | None = result
-        self._scale = scale
-        self._describe = describe
-        self._waited = waited
-        self._waiting = waiting
+    work: Any
+    result: Tensor | None
+    scale: float
+    describe: Callable[[BaseException], CollectiveError]
+    waited: Callable[[float], None]
+    waiting: Callable[[], AbstractContextManager[object]]
 
     def wait(self) -> None:
         """Let the current stream, or on the CPU this thread, wait for the result.
@@ -95,22 +88,22 @@ class NativeHandle:
         Raises:
             CollectiveError: the backend reports a failure.
         """
-        if self._result is None:
+        if self.result is None:
             return
         start = time.perf_counter()
         try:
-            with self._waiting():
-                self._work.wait()
+            with self.waiting():
+                self.work.wait()
         except RuntimeError as error:
-            raise self._describe(error) from error
-        self._waited(time.perf_counter() - start)
-        if self._scale != 1.0:
-            self._result.mul_(self._scale)
-        self._result = None
+            raise self.describe(error) from error
+        self.waited(time.perf_counter() - start)
+        if self.scale != 1.0:
+            self.result.mul_(self.scale)
+        self.result = None
 
     def done(self) -> bool:
         """Whether the backend has finished."""
-        return self._result is None or bool(self._work.is_completed())
+        return self.result is None or bool(self.work.is_completed())
 
 
 class NativeCommunicator(Communicator):

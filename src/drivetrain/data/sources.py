@@ -10,7 +10,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from types import FrameType, MethodType
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -376,6 +376,7 @@ class _Plan:
         return self.batches
 
 
+@dataclass(eq=False)
 class MapSource:
     """Reads the batches of some ranks by index.
 
@@ -392,53 +393,45 @@ class MapSource:
         is_dispatched: False: every rank reads for itself.
     """
 
+    loader: DataLoader[Any]
+    order: EpochOrder
+    division: OrderDivision
+    _: KW_ONLY
+    ranks: Sequence[int]
+    seedable: bool
+    world: World
     is_dispatched = False
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        order: EpochOrder,
-        division: OrderDivision,
-        *,
-        ranks: Sequence[int],
-        seedable: bool,
-        world: World,
-    ) -> None:
-        self.division = division
-        self._order = order
-        self._ranks = ranks
-        self._seedable = seedable
-        self._world = world
-        self._user = loader
+    def __post_init__(self) -> None:
         self._plan = _Plan()
         self._generator = torch.Generator()
-        self._batched = loader.batch_sampler is not None
-        self._takes_lists = self._batched or isinstance(loader.sampler, BatchSampler)
+        self._batched = self.loader.batch_sampler is not None
+        self._takes_lists = self._batched or isinstance(self.loader.sampler, BatchSampler)
         self._reader = self._make_reader()
 
     def _make_reader(self, **changes: Any) -> DataLoader[Any]:
         plan: dict[str, Any] = {"batch_sampler": self._plan}
         if not self._batched:  # each item of the plan goes to the dataset whole
             plan = {"sampler": self._plan, "batch_size": None}
-        return reader_of(self._user, self._user.dataset, self._generator, **plan, **changes)
+        return reader_of(self.loader, self.loader.dataset, self._generator, **plan, **changes)
 
     def batches(self, rank: int, seed: int, epoch: int) -> int:
         """Return the batches of a rank in a full epoch.
 
         Where the last batch may be too short for all ranks, the epoch's order tells.
         """
-        division, total = self.division, len(self._order)
+        division, total = self.division, len(self.order)
         most = division.steps(total, rank)
         if not (division.may_lack_shares and most):
             return most
-        order = self._order.draw(seed + epoch, epoch)
+        order = self.order.draw(seed + epoch, epoch)
         return most - (not division.has(order, total - division.stride, rank))
 
     def draw_seed(self, seed: int, epoch: int) -> int:
         """Return the seed of an epoch's order; collective when the user's generators decide."""
-        if self._seedable or self._order.is_fixed:
+        if self.seedable or self.order.is_fixed:
             return seed + epoch
-        return seed_of_main(self._order.draw_seed(self._user.generator), self._world)
+        return seed_of_main(self.order.draw_seed(self.loader.generator), self.world)
 
     def steps(self, start: Start) -> Iterator[GlobalStep]:
         """Read the rest of an epoch, touching no sample before the position.
@@ -449,14 +442,14 @@ class MapSource:
         """
         division = self.division
         if not start.aside:
-            forward_epoch(self._user.dataset, start.epoch)
-        order = self._order.draw(start.seed, start.epoch)
+            forward_epoch(self.loader.dataset, start.epoch)
+        order = self.order.draw(start.seed, start.epoch)
         identity = self._identify(order, start)
         stride, position = division.stride, start.position
         last = position + max(0, len(order) - position - 1) // stride * stride
         remainder = division.remainder(order, last) if position < len(order) else -1
         batches = self._read(order, division, start)
-        counts = {rank: RowCount() for rank in self._ranks}
+        counts = {rank: RowCount() for rank in self.ranks}
 
         def share(rank: int) -> RankBatch | None:
             if not division.has(order, position, rank):
@@ -471,7 +464,7 @@ class MapSource:
 
         while self._readers(order, division, position):
             following = min(position + stride, len(order))
-            shares = tuple(map(share, self._ranks))
+            shares = tuple(map(share, self.ranks))
             position = following
             yield GlobalStep(
                 shares=shares,
@@ -483,19 +476,19 @@ class MapSource:
 
     def _again(self, indices: list[Any], seed: int, samples: int) -> Any:
         """Return the first samples of a batch as a batch, leaving no trace."""
-        with rng.fork(seed), without_trace(self._user.dataset, self._user.collate_fn):
-            return collated(self._user, indices[:samples])
+        with rng.fork(seed), without_trace(self.loader.dataset, self.loader.collate_fn):
+            return collated(self.loader, indices[:samples])
 
     def _readers(self, order: Sequence[Any], division: OrderDivision, position: int) -> list[int]:
         """Return the ranks that get a batch of the step at a position."""
-        return [rank for rank in self._ranks if division.has(order, position, rank)]
+        return [rank for rank in self.ranks if division.has(order, position, rank)]
 
     def _identify(self, order: Sequence[Any], start: Start) -> OrderIdentity:
         mark = None
-        if not self._order.is_known:
+        if not self.order.is_known:
             mark = fingerprint(order)
             if not start.aside:
-                check_same_order(mark, self._world)
+                check_same_order(mark, self.world)
         identity = OrderIdentity(len(order), mark)
         if start.identity is not None and start.identity != identity:
             raise CheckpointError(
@@ -511,7 +504,7 @@ class MapSource:
         self._plan.batches = self._indices(order, division, start.position)
         # Seeds the workers; the position keeps a resumed epoch from repeating their numbers.
         self._generator.manual_seed(
-            hash((start.seed, start.position, self._ranks[0])) & ((1 << 63) - 1)
+            hash((start.seed, start.position, self.ranks[0])) & ((1 << 63) - 1)
         )
         apart = start.aside and self._reader.persistent_workers
         return iter(self._make_reader(persistent_workers=False) if apart else self._reader)

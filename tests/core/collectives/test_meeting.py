@@ -40,7 +40,7 @@ def test_two_statuses_prove_that_a_wait_is_in_vain(monkeypatch):
     ):
         monkeypatch.setattr(meeting, "status_of", lambda rank, status=status: status)
         monkeypatch.setattr(meeting, "reached", lambda begun=begun: begun)
-        wait = meeting.Wait("gather", "meeting", 2, [0, 1], 0)
+        wait = meeting.Wait("gather", "meeting", 2, [0, 1], 0, [0, 1])
         assert wait.look(meeting.FIRST_LOOK_S / 2) == ""
         assert bool(wait.look(meeting.FIRST_LOOK_S)) == in_vain
 

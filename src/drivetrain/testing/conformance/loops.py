@@ -400,7 +400,7 @@ def quick_sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=0.5, momentum=0.5)
 
 
-class LowTwins:
+class LowTwins(Twins):
     """A model under the strategy, and one process that does the same to all ranks' batches.
 
     Args:
@@ -413,16 +413,10 @@ class LowTwins:
     def __init__(
         self, accelerator: Accelerator, case: Case, loss: Loss, *, rounding: float = 1e-6
     ) -> None:
-        self._accelerator = accelerator
-        self._case = case
+        super().__init__(accelerator, case, quick_sgd)
         self._loss = loss
         self._rounding = rounding
-        self._axis = accelerator.mesh["dp"]
-        self._twin = case.build()
-        self._start = [p.detach().clone() for p in self._twin.parameters()]
-        self._twin_optimizer = quick_sgd(self._twin)
-        built = case.build()
-        self.model, self.optimizer = accelerator.prepare(built, quick_sgd(built))
+        self._start = [p.detach().clone() for p in self.twin.parameters()]
 
     def train(self, step: int, factors: Sequence[float], *, clip: bool = False) -> None:
         """Run one window and one step on both; the first losses of all must be equal.
@@ -434,29 +428,29 @@ class LowTwins:
         """
         window = len(factors)
         for i, factor in enumerate(factors):
-            with self._accelerator.accumulate(self.model):
-                self._accelerator.backward(self._first(step * window + i) * factor)
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self._first(step * window + i) * factor)
                 if clip:
-                    self._accelerator.clip_grad_norm_(self.model.parameters(), LIMIT)
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), LIMIT)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            self._backward_twin(step * window + i, factor / window)
+            self._backward_scaled(step * window + i, factor / window)
         if clip:
-            norm = nn.utils.clip_grad_norm_(self._twin.parameters(), LIMIT)
+            norm = nn.utils.clip_grad_norm_(self.twin.parameters(), LIMIT)
             assert step > 0 or norm > LIMIT, f"a norm of {norm} is not clipped"
-        self._twin_optimizer.step()
-        self._twin_optimizer.zero_grad()
-        assert not self._accelerator.optimizer_step_was_skipped, "a finite step was skipped"
+        self.twin_optimizer.step()
+        self.twin_optimizer.zero_grad()
+        assert not self.accelerator.optimizer_step_was_skipped, "a finite step was skipped"
 
-    def check(self, tolerance: float, *, rounded: float = 0.0) -> None:
+    def check_moved(self, tolerance: float, *, rounded: float = 0.0) -> None:
         """Raise when the weights are too far from the twin's.
 
         Args:
             tolerance: allowed error, relative to how far the weights have moved.
             rounded: allowed error on top, relative to the weights.
         """
-        ours = weights(self._accelerator, self.model)
-        theirs = {name: p.detach() for name, p in self._twin.named_parameters()}
+        ours = weights(self.accelerator, self.model)
+        theirs = {name: p.detach() for name, p in self.twin.named_parameters()}
         assert list(ours) == list(theirs), f"names differ: {list(ours)} != {list(theirs)}"
         error = _norm([ours[key].float() - theirs[key] for key in ours])
         moved = _norm([p - s for p, s in zip(theirs.values(), self._start, strict=True)])
@@ -467,23 +461,23 @@ class LowTwins:
         )
 
     def _first(self, number: int) -> Tensor:
-        batch = self._case.batch(number, self._axis.rank)
-        loss = self._case.loss(self.model, batch)
+        batch = self.case.batch(number, self.axis.rank)
+        loss = self.case.loss(self.model, batch)
         if number == 0:
             # Same weights, data and roundings: only the order inside a matrix product may differ.
-            theirs = self._loss(self._twin, batch)
+            theirs = self._loss(self.twin, batch)
             allowed = self._rounding
             torch.testing.assert_close(loss, theirs, rtol=allowed, atol=allowed)
         return loss
 
-    def _backward_twin(self, number: int, factor: float) -> None:
-        scale = self._accelerator.scaler.get_scale()
-        parameters = list(self._twin.parameters())
-        for rank in range(self._axis.size):
-            loss = self._loss(self._twin, self._case.batch(number, rank))
+    def _backward_scaled(self, number: int, factor: float) -> None:
+        scale = self.accelerator.scaler.get_scale()
+        parameters = list(self.twin.parameters())
+        for rank in range(self.axis.size):
+            loss = self._loss(self.twin, self.case.batch(number, rank))
             gradients = torch.autograd.grad(loss * (scale * factor), parameters)
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                share = gradient / (scale * self._axis.size)
+                share = gradient / (scale * self.axis.size)
                 parameter.grad = share if parameter.grad is None else parameter.grad + share
 
 
@@ -524,7 +518,7 @@ class PrecisionChecks(Suite):
                     twins = LowTwins(accelerator, case, loss, rounding=self.rounding)
                     for step in range(ROUNDED_STEPS):
                         twins.train(step, [1.0] * window, clip=clip)
-                    twins.check(_TOLERANCE[precision])
+                    twins.check_moved(_TOLERANCE[precision])
                     accelerator.free_memory()
 
     @pytest.mark.parametrize("precision", list(_COMPUTE))
@@ -577,7 +571,7 @@ class PrecisionChecks(Suite):
                     return
                 for step in range(ROUNDED_STEPS):
                     twins.train(step, [1.0] * window)
-                twins.check(_TOLERANCE["bf16"], rounded=_ROUNDED)
+                twins.check_moved(_TOLERANCE["bf16"], rounded=_ROUNDED)
 
     def test_masters_keep_small_updates(self, world: int) -> None:
         """Updates too small for a bf16 weight to see add up in its master."""
@@ -587,7 +581,7 @@ class PrecisionChecks(Suite):
             if twins is not None:
                 for step in range(48):
                     twins.train(step, [2.0**-8])
-                twins.check(_TOLERANCE["bf16"], rounded=_ROUNDED)
+                twins.check_moved(_TOLERANCE["bf16"], rounded=_ROUNDED)
 
     def test_low_gradients_are_added_up_in_fp32(self, world: int) -> None:
         """A large gradient and then 63 small ones, each of which alone bf16 would lose."""
@@ -597,7 +591,7 @@ class PrecisionChecks(Suite):
             twins = self._prepared(accelerator, case, copies_loss(case, LOW), "param")
             if twins is not None:
                 twins.train(0, [64.0] + [64 * 2.0**-9] * 63)
-                twins.check(_TOLERANCE["bf16"], rounded=_ROUNDED)
+                twins.check_moved(_TOLERANCE["bf16"], rounded=_ROUNDED)
 
     def test_dtype_on_the_wire(self, world: int) -> None:
         """``dtypes.reduce: bf16`` halves the bytes of gradients, or is refused."""
@@ -610,7 +604,7 @@ class PrecisionChecks(Suite):
                 before = self.reduced_bytes(accelerator)
                 twins.train(0, [1.0])
                 sent.append(self.reduced_bytes(accelerator) - before)
-                twins.check(_TOLERANCE["bf16"])
+                twins.check_moved(_TOLERANCE["bf16"])
         assert sent[0] <= 0.6 * sent[1], f"{sent[0]} bytes of gradients in bf16, {sent[1]} in fp32"
 
     def _prepared(
