@@ -151,7 +151,7 @@ def test_verify_lists_all_that_is_wrong(command, saved):
     err = command.error("checkpoint", "verify", str(saved), code=4)
     lines = err.splitlines()
     assert len(lines) == 3
-    assert any("model-0-weights" in line and "bytes, found" in line for line in lines)
+    assert any("model-0-weights" in line and "bytes in" in line for line in lines)
     assert any("model-1-weights" in line and "expected sha256" in line for line in lines)
     assert any("rank-00000" in line and "found none" in line for line in lines)
 
