@@ -530,6 +530,7 @@ class OuterSteps(StepCount):
 # the sums have the same bits on all workers. So weights and states of optimizers stay alike.
 
 
+@dataclass(eq=False)
 class WarmUp:
     """The backwards of a model whose gradients are averaged over all workers for some steps.
 
@@ -539,19 +540,15 @@ class WarmUp:
         outer: of each optimizer, in order; optimizers that are bound later come to this list.
     """
 
-    def __init__(
-        self,
-        inner: Strategy[Any],
-        workers: Communicator,
-        outer: Sequence[OuterSteps],
-    ) -> None:
-        self._inner = inner
-        self._workers = workers
-        self._outer = outer
-        self._model = nn.Module()  # until there is one
-        self._synchronizing = True
+    inner: Strategy[Any]
+    workers: Communicator
+    outer: Sequence[OuterSteps]
+    _model: nn.Module = field(default_factory=nn.Module)  # until there is one
+    _synchronizing: bool = True
+    _handles: list[RemovableHandle] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self._rounds = Rounds(lambda: None, self._average)
-        self._handles: list[RemovableHandle] = []
 
     def follow(self, model: nn.Module) -> None:
         """Notice backwards that reach a model, also from the loss of another model."""
@@ -567,7 +564,7 @@ class WarmUp:
 
         After the warm-up, gradients are averaged over the worker.
         """
-        run = partial(self._inner.backward, loss, **options)
+        run = partial(self.inner.backward, loss, **options)
         if self._averages:
             self._rounds.run(run)
         else:
@@ -577,14 +574,14 @@ class WarmUp:
     @property
     def waits(self) -> bool:
         """Whether gradients wait for the worker, or in the warm-up for the others."""
-        return self._inner.pace.waits or (self._rounds.kept and self._warms_up)
+        return self.inner.pace.waits or (self._rounds.kept and self._warms_up)
 
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:
         """Context in which backward sends nothing to other workers."""
         before, self._synchronizing = self._synchronizing, not enabled
         try:
-            with self._inner.accumulating(enabled):
+            with self.inner.accumulating(enabled):
                 yield
         finally:
             self._synchronizing = before
@@ -601,7 +598,7 @@ class WarmUp:
 
     @property
     def _warms_up(self) -> bool:
-        return any(outer.warms_up for outer in self._outer)
+        return any(outer.warms_up for outer in self.outer)
 
     def _came(self, parameter: Tensor) -> None:
         if self._averages:
@@ -611,14 +608,14 @@ class WarmUp:
 
     def _average(self) -> None:
         """End the backward of the strategy inside, and average over the workers. Collective."""
-        for _ in self._inner.gradients():
+        for _ in self.inner.gradients():
             pass
-        for outer in self._outer:
+        for outer in self.outer:
             for members in outer.messages.of() if outer.warms_up else ():
-                average_gradients(members, self._workers, outer.messages)
+                average_gradients(members, self.workers, outer.messages)
         # As data parallelism does, so that all ranks evaluate with the same buffers.
         buffers = held_buffers(self._model).values()
-        replicate(buffers, self._workers, "buffers of the first worker")
+        replicate(buffers, self.workers, "buffers of the first worker")
 
 
 @torch.no_grad()

@@ -285,6 +285,7 @@ class ExchangeTraffic(Traffic):
         self._ledger.waited(axis, seconds)
 
 
+@dataclass(eq=False)
 class LateWorkers:
     """Runs the exchanges of one order among the workers that are there.
 
@@ -300,24 +301,20 @@ class LateWorkers:
         idle: whether the last call exchanged nothing: this worker is behind, and nobody was there.
     """
 
-    def __init__(
-        self,
-        name: str,
-        late_s: float,
-        workers: Communicator,
-        connect: Callable[[Sequence[int]], Communicator],
-        ranks: Communicator,
-    ) -> None:
-        self.missed = 0
-        self.idle = False
-        self._late_s = late_s
-        self._workers = workers
-        self._connect = connect
-        self._ranks = ranks
-        store = PrefixStore(f"local/{name}", dist.distributed_c10d._get_default_store())
-        self._quorum = Quorum(store, workers.rank, workers.size, late_s)
-        self._handed = HandedState(store, ranks, workers.timeout)
-        self._passed = self._held = 0
+    name: str
+    late_s: float
+    workers: Communicator
+    connect: Callable[[Sequence[int]], Communicator]
+    ranks: Communicator
+    missed: int = 0
+    idle: bool = False
+    _passed: int = 0
+    _held: int = 0
+
+    def __post_init__(self) -> None:
+        store = PrefixStore(f"local/{self.name}", dist.distributed_c10d._get_default_store())
+        self._quorum = Quorum(store, self.workers.rank, self.workers.size, self.late_s)
+        self._handed = HandedState(store, self.ranks, self.workers.timeout)
 
     def exchange(
         self, step: Callable[[Communicator], None], state: Callable[[], Sequence[Tensor]]
@@ -337,18 +334,18 @@ class LateWorkers:
         self.idle = decision is None
         if decision is None:
             return False
-        if decision.number > number or self._workers.rank not in decision.workers:
+        if decision.number > number or self.workers.rank not in decision.workers:
             self._held = self._handed.take(number, state())
             self.missed += 1
             logger.warning(
-                f"local: worker {self._workers.rank} came late to exchange {number}, and goes on "
+                f"local: worker {self.workers.rank} came late to exchange {number}, and goes on "
                 f"from the outer weights of exchange {self._held}",
                 main_process_only=False,
             )
             return True
         self._held = number
-        if len(decision.workers) == self._workers.size:
-            step(self._workers)
+        if len(decision.workers) == self.workers.size:
+            step(self.workers)
         else:
             self._run_without(decision, step, state)
         return False
@@ -360,15 +357,15 @@ class LateWorkers:
         state: Callable[[], Sequence[Tensor]],
     ) -> None:
         """Exchange among the workers that are there, and leave the result for the others."""
-        here, first = self._workers.rank, decision.workers[0]
+        here, first = self.workers.rank, decision.workers[0]
         if here == first:
-            absent = sorted({*range(self._workers.size)} - {*decision.workers})
+            absent = sorted({*range(self.workers.size)} - {*decision.workers})
             logger.warning(
                 f"local: exchange {decision.number} runs without the workers "
-                f"{', '.join(map(str, absent))}: they did not come within {self._late_s:g} s",
+                f"{', '.join(map(str, absent))}: they did not come within {self.late_s:g} s",
                 main_process_only=False,
             )
-        among = self._connect(decision.workers)
+        among = self.connect(decision.workers)
         try:
             step(among)
             if here == first:
@@ -381,13 +378,13 @@ class LateWorkers:
 
     def _told(self, number: int, *, opens: bool) -> Decision | None:
         """Return the decision that the first rank of this worker has got, on all its ranks."""
-        told = torch.zeros(told_numbers(self._workers.size), dtype=torch.int64, device="cpu")
-        if self._ranks.rank == 0:
+        told = torch.zeros(told_numbers(self.workers.size), dtype=torch.int64, device="cpu")
+        if self.ranks.rank == 0:
             decision = self._quorum.decide(number, opens=opens)
             if decision is not None:
                 told[0] = decision.number
                 told[[1 + worker for worker in decision.workers]] = 1
-        self._ranks.broadcast(told, label="participants of an exchange").wait()
+        self.ranks.broadcast(told, label="participants of an exchange").wait()
         first, *flags = told.tolist()
         if not first:
             return None

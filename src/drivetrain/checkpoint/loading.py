@@ -237,7 +237,8 @@ class _Files:
 
     def tensor(self, saved: SavedPart) -> Tensor:
         """Return a saved part's memory, 1-D: a view of the mapped file, not to be written."""
-        return self._get(saved.file, saved.key).view(-1)
+        tensor: Tensor = self._handle(saved.file).get_tensor(saved.key)
+        return tensor.view(-1)
 
     def facts(self, saved: SavedPart) -> tuple[str, int] | None:
         """Return dtype and number of elements of a saved part; None if its file lacks it."""
@@ -250,18 +251,12 @@ class _Files:
 
     def all_of(self, name: str) -> dict[str, Tensor]:
         """Return copies of all tensors of a file."""
-        return {key: self._get(name, key).clone() for key in self._handle(name).keys()}  # noqa: SIM118
+        content = self._handle(name)
+        return {key: content.get_tensor(key).clone() for key in content.keys()}  # noqa: SIM118
 
     def close(self) -> None:
         """Unmap the files that nothing uses any more."""
         self._open.clear()
-
-    def _get(self, name: str, key: str) -> Tensor:
-        try:
-            tensor: Tensor = self._handle(name).get_tensor(key)
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.directory / name}: {error}") from error
-        return tensor
 
     def _handle(self, name: str) -> Any:
         if name not in self._open:

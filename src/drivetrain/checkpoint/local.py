@@ -309,7 +309,7 @@ class MemorySave(CheckpointDraft):
         """
         staged = super().stage(contents, copy)
         with self.abandoned_on_failure():
-            self._check_room(staged.shard_bytes + self._writer.bytes)
+            self._check_room(staged.shard_bytes + self._writer.needed)
         return staged
 
     def finish(self, contents: Contents, group: Group = None) -> bool:

@@ -203,6 +203,9 @@ class RankWriter:
 
     After a failure the shards are still walked without writing them: yielding a shard may
     communicate, and the other ranks would wait.
+
+    Attributes:
+        needed: bytes of the files so far.
     """
 
     def __init__(self, draft: Path, world: World) -> None:
@@ -210,15 +213,10 @@ class RankWriter:
         self._world = world
         self._report = Report()
         self._failure: Exception | None = None
-        self._needed = 0  # bytes
+        self.needed = 0
         self._parameters: Sequence[Collection[str]] = ()
         self._batches: dict[tuple[int, str], PendingFile] = defaultdict(PendingFile)
         self._written: dict[int, list[SavedTensor]] = defaultdict(list)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the tensors that went to files so far."""
-        return self._needed
 
     def stage(self, contents: Contents, copy: Callable[[Tensor], Tensor]) -> Contents:
         """Write the shards that are copies already, and return a copy of all the rest.
@@ -293,7 +291,7 @@ class RankWriter:
         batch.files += 1
 
     def _write_file(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        self._needed += sum(tensor.nbytes for tensor in tensors.values())
+        self.needed += sum(tensor.nbytes for tensor in tensors.values())
 
         def work() -> None:
             self._report.files[name] = write_tensors(self._draft / name, tensors)
@@ -315,7 +313,7 @@ class RankWriter:
     def _explain(self, error: Exception) -> str:
         if not isinstance(error, OSError):
             return explain(error)
-        text = f"{explain(error)}; this rank's files need {self._needed} bytes"
+        text = f"{explain(error)}; this rank's files need {self.needed} bytes"
         if self._draft.is_dir():
             return f"{text}, {shutil.disk_usage(self._draft).free} bytes are free"
         here = self._world.hosts[self._world.rank]

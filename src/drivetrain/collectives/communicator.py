@@ -14,6 +14,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -142,6 +143,7 @@ class Deferred:
         return self._work is None
 
 
+@dataclass(eq=False, slots=True)
 class StagedHandle:
     """Operations on flat tensors, and the copies out of them.
 
@@ -151,11 +153,8 @@ class StagedHandle:
             the flat tensors alive.
     """
 
-    def __init__(
-        self, operations: Sequence[Handle], copies: Sequence[tuple[list[Tensor], list[Tensor]]]
-    ) -> None:
-        self._operations = operations
-        self._copies = copies
+    operations: Sequence[Handle]
+    copies: Sequence[tuple[list[Tensor], list[Tensor]]] = ()
 
     def wait(self) -> None:
         """Return when the parts hold the result; on an accelerator the current stream waits.
@@ -163,20 +162,20 @@ class StagedHandle:
         Raises:
             CollectiveError: an operation failed or timed out.
         """
-        for operation in self._operations:
+        for operation in self.operations:
             operation.wait()
         with torch.no_grad():
-            for tensors, slices in self._copies:
+            for tensors, slices in self.copies:
                 copy_all(tensors, slices)
-        for _, slices in self._copies:
+        for _, slices in self.copies:
             if slices and slices[0].device.type != "cpu":
                 # Its memory is of the stream of submission, which the current one may not be.
                 slices[0].record_stream(torch.accelerator.current_stream(slices[0].device))
-        self._copies = ()
+        self.copies = ()
 
     def done(self) -> bool:
         """Whether all operations have finished."""
-        return all(operation.done() for operation in self._operations)
+        return all(operation.done() for operation in self.operations)
 
 
 class Staging:

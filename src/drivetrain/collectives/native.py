@@ -168,7 +168,11 @@ class NativeCommunicator(Communicator):
             if _even(parts):
                 return _gather_flat(flat, mine, group=self._group, async_op=True)
             if self._lists_are_even:
-                return self._broadcast_each(parts)
+                pairs = zip(parts, self.axis.ranks, strict=True)
+                held = [(part, root) for part, root in pairs if part.numel()]
+                return AllOf(
+                    [dist.broadcast(part, root, self._group, async_op=True) for part, root in held]
+                )
             return dist.all_gather(parts, mine, group=self._group, async_op=True)
 
         return self._start(Request("all_gather", label, bounds), gather, flat, flat)
@@ -214,16 +218,6 @@ class NativeCommunicator(Communicator):
     def close(self) -> None:
         """Take this communicator off the board; the group belongs to the mesh."""
         self._row.close()
-
-    def _broadcast_each(self, parts: list[Tensor]) -> "AllOf":
-        """Gather by a broadcast of each chunk that is not empty."""
-        return AllOf(
-            [
-                dist.broadcast(part, root, self._group, async_op=True)
-                for part, root in zip(parts, self.axis.ranks, strict=True)
-                if part.numel()
-            ]
-        )
 
     def _start(
         self,

@@ -248,7 +248,7 @@ class CommunicationThread:
         self._broken: CollectiveError | None = None
         self._closed = False
         self._thread = CountingThread(target=self._serve, name=name, daemon=True)
-        self._thread.place = place
+        self.place = self._thread.place = place
         self._thread.start()
         atexit.register(self._end)
 
@@ -269,11 +269,6 @@ class CommunicationThread:
             ) from self._broken
         self._thread.submitted += 1
         self._tasks.put(task)
-
-    @property
-    def place(self) -> str:
-        """Name of the operations' order, the same on all ranks."""
-        return self._thread.place
 
     def close(self) -> None:
         """Run queued operations, then end the thread; may be called more than once."""
