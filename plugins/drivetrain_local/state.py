@@ -57,15 +57,15 @@ def shards_of_worker(
     for shard in shards:
         key = shard.state.partition(".")[2]
         if shard.name in outer and not shard.state:
-            yield _renamed(shard, f"{outer[shard.name]}.{LOCAL}{OWN_MARK}{worker}")
+            yield replace(shard, state=f"{outer[shard.name]}.{LOCAL}{OWN_MARK}{worker}")
         elif shard.name not in outer and worker:
             if shard.name not in parameters:
-                yield _renamed(shard, f"{LOCAL}{own}")
+                yield replace(shard, state=f"{LOCAL}{own}")
         elif key in AROUND:
             if worker == 0:
-                yield _renamed(shard, "" if key == OUTER else f"{shard.state}{OWN_MARK}")
+                yield replace(shard, state="" if key == OUTER else f"{shard.state}{OWN_MARK}")
         else:
-            yield _renamed(shard, f"{shard.state}{own}")
+            yield replace(shard, state=f"{shard.state}{own}")
 
 
 def noting_weights(shards: Iterable[Shard], names: set[str]) -> Iterator[Shard]:
@@ -74,10 +74,6 @@ def noting_weights(shards: Iterable[Shard], names: set[str]) -> Iterator[Shard]:
         if not shard.state:
             names.add(shard.name)
         yield shard
-
-
-def _renamed(shard: Shard, state: str) -> Shard:
-    return Shard(shard.name, state, shard.tensor, shard.shape, shard.part, shard.fresh)
 
 
 def saved_workers(reader: Reader) -> int:

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from drivetrain.checkpoint.encoding import Contents
-from drivetrain.checkpoint.saving import save_checkpoint
+from drivetrain.checkpoint.saving import Save
 from drivetrain.registry import strategies
 from drivetrain.runtime.world import World
 
@@ -129,7 +129,7 @@ for line in sys.argv[1:]:
 
 
 def test_commands_about_files_import_no_torch(tmp_path):
-    save_checkpoint(tmp_path / "saved", Contents(models=[], state={"steps": []}), world=World())
+    Save(tmp_path / "saved", World()).finish(Contents(models=[], state={"steps": []}))
     lines = [f"checkpoint,inspect,{tmp_path / 'saved'}", "config,explain,strategy.buffers"]
     lines += ["hardware,show,h100"]
     for name in strategies().names:

@@ -79,13 +79,13 @@ def test_a_folder_that_vanished_is_made_again(tmp_path):
 SAVE = """
 import sys
 from drivetrain.checkpoint.encoding import Contents
-from drivetrain.checkpoint.saving import save_checkpoint
+from drivetrain.checkpoint.saving import Save
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, Shard
 import torch
 tensor = torch.ones(1000)
 contents = Contents(models=[[Shard("w", "", tensor, (1000,), Part.whole((1000,)))]])
-save_checkpoint(sys.argv[1], contents, world=World())
+Save(sys.argv[1], World()).finish(contents)
 """
 
 

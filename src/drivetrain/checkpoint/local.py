@@ -392,9 +392,6 @@ class MemorySave(CheckpointDraft):
         ]
         exchange(transfers, self._world.rank, self.draft, group)
 
-    def _commit(self) -> None:
-        commit.commit(self.draft, self.target, self._token, overwrite=False)
-
 
 # --- finds what is left, and brings it together ---
 

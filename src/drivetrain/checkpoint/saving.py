@@ -82,23 +82,6 @@ class PendingFile:
     files: int = 0
 
 
-def save_checkpoint(
-    directory: Path, contents: Contents, *, world: World, overwrite: bool = False
-) -> None:
-    """Write a checkpoint directory. Collective: every rank calls it with the same directory.
-
-    Args:
-        directory: the checkpoint; on a file system that all hosts share.
-        contents: of this rank.
-        world: all ranks.
-        overwrite: replace an existing checkpoint, in one step and only when the new one is whole.
-
-    Raises:
-        CheckpointError: on every rank, when it failed on any. Nothing that existed was touched.
-    """
-    Save(directory, world, overwrite=overwrite).finish(contents)
-
-
 class CheckpointDraft(ABC):
     """A checkpoint until its name, begun on construction, which is collective.
 
@@ -115,6 +98,8 @@ class CheckpointDraft(ABC):
     Raises:
         CheckpointError: on every rank, when a directory cannot be made.
     """
+
+    _overwrite = False
 
     def __init__(self, target: Path, what: str, world: World, *, is_keeper: bool) -> None:
         self.target, self._world, self._is_keeper = target, world, is_keeper
@@ -148,6 +133,9 @@ class CheckpointDraft(ABC):
             self._abandon()
             raise
 
+    def _commit(self) -> None:
+        commit.commit(self.draft, self.target, self._token, overwrite=self._overwrite)
+
     def _abandon(self) -> None:
         self._on_keeper(partial(commit.delete, self.draft))
 
@@ -157,9 +145,12 @@ class CheckpointDraft(ABC):
 
 
 class Save(CheckpointDraft):
-    """One save: the files of a draft are written, then the draft is renamed.
+    """One save: the files of a draft are written, then the draft is renamed. Collective.
 
-    The arguments are those of ``save_checkpoint``.
+    Args:
+        directory: the checkpoint; on a file system that all hosts share.
+        world: all ranks.
+        overwrite: replace an existing checkpoint, in one step and only when the new one is whole.
 
     Raises:
         CheckpointError: on every rank: they want different things, the directory exists, or it
@@ -193,9 +184,6 @@ class Save(CheckpointDraft):
     def _complete(self, reports: list[Report], contents: Contents) -> None:
         _check_visible(self.draft, reports)
         write_common(self.draft, reports, contents)
-
-    def _commit(self) -> None:
-        commit.commit(self.draft, self.target, self._token, overwrite=self._overwrite)
 
 
 class RankWriter:

@@ -36,6 +36,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -156,6 +157,7 @@ LONG_WAIT_S = 0.5
 """A wait for an operation is watched from this time on, and each time it has passed again."""
 
 
+@dataclass(eq=False, slots=True)
 class CollectiveTask:
     """One submitted operation, and the handle for waiting on it.
 
@@ -169,24 +171,15 @@ class CollectiveTask:
         header: describes the operation.
     """
 
-    __slots__ = ("_error", "_finished", "_inference", "_run", "_waited", "_watch", "header")
+    run: Callable[[], None] | None
+    header: Header
+    watch: Callable[[], "OperationWatch"]
+    waited: Callable[[float], None]
+    _inference: bool = field(default_factory=torch.is_inference_mode_enabled)
+    _error: CollectiveError | None = None
+    _finished: threading.Lock = field(default_factory=threading.Lock)
 
-    def __init__(
-        self,
-        run: Callable[[], None],
-        header: Header,
-        watch: Callable[[], "OperationWatch"],
-        waited: Callable[[float], None],
-    ) -> None:
-        self.header = header
-        self._watch = watch
-        self._waited = waited
-        self._run: Callable[[], None] | None = run
-        # Tensors made in inference mode can be written to in inference mode alone, a thread's own.
-        self._inference = torch.is_inference_mode_enabled()
-        self._error: CollectiveError | None = None
-        # A lock is the cheapest thing one thread can wait on for another.
-        self._finished = threading.Lock()
+    def __post_init__(self) -> None:
         self._finished.acquire()
 
     def wait(self) -> None:
@@ -199,10 +192,10 @@ class CollectiveTask:
             start = time.perf_counter()
             with self.header.range(waits=True):
                 if not self._finished.acquire(timeout=LONG_WAIT_S):
-                    self._wait_long(self._watch())
+                    self._wait_long(self.watch())
             # A level that waits for the level before it keeps nobody from computing.
             if not isinstance(threading.current_thread(), CountingThread):
-                self._waited(time.perf_counter() - start)
+                self.waited(time.perf_counter() - start)
         self._finished.release()
         if self._error is not None:
             raise self._error
@@ -223,14 +216,14 @@ class CollectiveTask:
     def execute(self, broken: CollectiveError | None) -> CollectiveError | None:
         """Run the task, unless an earlier failure broke the communicator; return the failure."""
         self._error = broken
-        if broken is None and self._run is not None:
+        if broken is None and self.run is not None:
             try:
                 with torch.inference_mode(self._inference):
-                    self._run()
+                    self.run()
             except Exception as error:
-                self._error = CollectiveError(self._watch().failure(error))
+                self._error = CollectiveError(self.watch().failure(error))
                 self._error.__cause__ = error
-        self._run = None  # lets go of the tensors
+        self.run = None  # lets go of the tensors
         self._finished.release()
         return self._error
 

@@ -12,7 +12,7 @@ from drivetrain.checkpoint import commit
 from drivetrain.checkpoint.commit import complete, next_name, prune, sweep
 from drivetrain.checkpoint.encoding import Contents
 from drivetrain.checkpoint.loading import open_checkpoint
-from drivetrain.checkpoint.saving import save_checkpoint
+from drivetrain.checkpoint.saving import Save
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
@@ -33,7 +33,7 @@ def save(directory, value, *, overwrite=False):
     tensor = torch.full((4,), float(value))
     shard = Shard("w", "", tensor, (4,), Part.whole((4,)))
     contents = Contents(models=[[shard]])
-    save_checkpoint(directory, contents, world=WORLD, overwrite=overwrite)
+    Save(directory, WORLD, overwrite=overwrite).finish(contents)
 
 
 def value_in(directory):

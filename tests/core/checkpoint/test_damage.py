@@ -8,7 +8,7 @@ import torch
 from drivetrain.checkpoint.encoding import Contents
 from drivetrain.checkpoint.loading import open_checkpoint
 from drivetrain.checkpoint.manifest import Manifest
-from drivetrain.checkpoint.saving import save_checkpoint
+from drivetrain.checkpoint.saving import Save
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
@@ -26,7 +26,7 @@ def directory(tmp_path):
         return [Shard("w", "", tensor, (8,), Part.whole((8,)))]
 
     contents = Contents(models=[shards(1.0), shards(2.0)], state={"epoch": 1})
-    save_checkpoint(tmp_path / "ck", contents, world=WORLD)
+    Save(tmp_path / "ck", WORLD).finish(contents)
     return tmp_path / "ck"
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from drivetrain.checkpoint.encoding import Contents
 from drivetrain.checkpoint.export import plan_export, read_export, write_export
 from drivetrain.checkpoint.loading import open_checkpoint
-from drivetrain.checkpoint.saving import save_checkpoint
+from drivetrain.checkpoint.saving import Save
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
@@ -35,7 +35,7 @@ def small_disk(tmp_path):
 def save(directory, world, numel, name="w"):
     tensor = torch.ones(numel, dtype=torch.uint8)
     shard = Shard(name, "", tensor, (numel,), Part.whole((numel,)))
-    save_checkpoint(directory, Contents(models=[[shard]]), world=world, overwrite=True)
+    Save(directory, world, overwrite=True).finish(Contents(models=[[shard]]))
 
 
 @pytest.mark.ranks(2)

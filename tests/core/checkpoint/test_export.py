@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from drivetrain.checkpoint import export
 from drivetrain.checkpoint.encoding import Contents
-from drivetrain.checkpoint.saving import save_checkpoint
+from drivetrain.checkpoint.saving import Save
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
@@ -71,7 +71,7 @@ def test_a_tensor_above_the_limit_gets_its_own_file(tmp_path):
 def test_negative_values_have_to_fit_a_dtype_too(tmp_path):
     def exported(values):
         shard = Shard("w", "", torch.tensor(values), (2,), Part.whole((2,)))
-        save_checkpoint(tmp_path / "ck", Contents(models=[[shard]]), world=WORLD, overwrite=True)
+        Save(tmp_path / "ck", WORLD, overwrite=True).finish(Contents(models=[[shard]]))
         export.export_checkpoint(tmp_path / "ck", tmp_path / "out", dtype=torch.float16)
         return dict(export.read_export(tmp_path / "out"))["w"].tolist()
 

@@ -10,7 +10,7 @@ from drivetrain.checkpoint import manifest as tensorfile
 from drivetrain.checkpoint.commit import together
 from drivetrain.checkpoint.encoding import Contents
 from drivetrain.checkpoint.loading import open_checkpoint
-from drivetrain.checkpoint.saving import save_checkpoint
+from drivetrain.checkpoint.saving import Save
 from drivetrain.errors import CheckpointError, CollectiveError
 from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
@@ -44,7 +44,7 @@ def save(directory, world, **options):
         state={"epoch": 2},
         rank_state={"r": torch.tensor([rank])},
     )
-    save_checkpoint(directory, contents, world=world, **options)
+    Save(directory, world, **options).finish(contents)
 
 
 def check(directory, world):
@@ -107,7 +107,7 @@ def test_a_failure_on_one_rank_is_raised_on_both(tmp_path, monkeypatch):
         monkeypatch.setattr(tensorfile.HashedFile, "write", fail)
 
     def work():
-        save_checkpoint(tmp_path / "ck", Contents(models=[shards()]), world=world, overwrite=True)
+        Save(tmp_path / "ck", world, overwrite=True).finish(Contents(models=[shards()]))
 
     raises_the_same(world, "rank 1: Input/output error: the file", work)
     assert walked == ["a", "b", "c"]
@@ -130,7 +130,7 @@ def test_ranks_that_contradict_each_other(tmp_path):
     world = World.discover(cpu=True)
 
     def save_with(shards, scalars):
-        save_checkpoint(tmp_path / "ck", Contents(models=[shards], scalars=scalars), world=world)
+        Save(tmp_path / "ck", world).finish(Contents(models=[shards], scalars=scalars))
 
     shape = (2 + world.rank,)
     shard = Shard("w", "", torch.ones(1), shape, Part((world.rank,), (1,)))
@@ -149,7 +149,7 @@ def test_ranks_that_contradict_each_other(tmp_path):
 def test_ranks_that_load_different_checkpoints(tmp_path):
     world = World.discover(cpu=True)
     for turn in range(2):
-        save_checkpoint(tmp_path / f"{turn}", Contents(models=[], state={"at": turn}), world=world)
+        Save(tmp_path / f"{turn}", world).finish(Contents(models=[], state={"at": turn}))
     message = "cannot load a checkpoint: ranks disagree on the digest of its files: rank 0 has"
     raises_the_same(world, message, lambda: open_checkpoint(tmp_path / f"{world.rank}", world))
     verify = ("full", "none")[world.rank]
@@ -168,7 +168,7 @@ def test_scalars_of_every_plain_kind_cross_ranks_exactly(tmp_path):
         "by number": {7: -0.0, 2**70: "größe"},
     }
     scalars = [{0: {f"of rank {world.rank}": kinds, "of both": kinds}}]
-    save_checkpoint(tmp_path / "ck", Contents(models=[[]], scalars=scalars), world=world)
+    Save(tmp_path / "ck", world).finish(Contents(models=[[]], scalars=scalars))
     with open_checkpoint(tmp_path / "ck", world) as found:
         for name in ("of rank 0", "of rank 1", "of both"):
             assert_alike(found.model(0).scalars(name, 0), kinds)

@@ -9,7 +9,7 @@ from drivetrain.checkpoint import saving
 from drivetrain.checkpoint.encoding import Contents, Report, merge_scalars, write_common
 from drivetrain.checkpoint.loading import open_checkpoint
 from drivetrain.checkpoint.manifest import Manifest
-from drivetrain.checkpoint.saving import save_checkpoint
+from drivetrain.checkpoint.saving import Save
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
@@ -23,7 +23,7 @@ def whole(name, tensor, state=""):
 
 
 def save(directory, *models, **contents):
-    save_checkpoint(directory, Contents(models=models, **contents), world=WORLD)
+    Save(directory, WORLD).finish(Contents(models=models, **contents))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from drivetrain.checkpoint import encoding as tensorfile
 from drivetrain.checkpoint.encoding import DTYPES, Contents, TensorFile, write_tensors
 from drivetrain.checkpoint.loading import open_checkpoint
 from drivetrain.checkpoint.manifest import write_bytes
-from drivetrain.checkpoint.saving import save_checkpoint
+from drivetrain.checkpoint.saving import Save
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
@@ -119,6 +119,6 @@ def test_works_without_numpy(tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, refuse)
     tensor = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     contents = Contents(models=[[Shard("t", "", tensor, (2, 3), Part.whole((2, 3)))]])
-    save_checkpoint(tmp_path / "ck", contents, world=World())
+    Save(tmp_path / "ck", World()).finish(contents)
     model = open_checkpoint(tmp_path / "ck", World()).model(0)
     assert model.read("t", part=Part((0, 1), (2, 1))).tolist() == [[1.0], [4.0]]

@@ -14,7 +14,7 @@ from drivetrain.checkpoint.encoding import Contents
 from drivetrain.checkpoint.export import read_export
 from drivetrain.checkpoint.loading import ModelReader
 from drivetrain.checkpoint.manifest import SavedTensor
-from drivetrain.checkpoint.saving import save_checkpoint
+from drivetrain.checkpoint.saving import Save
 from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
 from drivetrain.shards import Shard
@@ -49,7 +49,7 @@ def saved(tmp_path):
         state={"steps": [7]},
         rank_state={"random": torch.zeros(4, dtype=torch.uint8)},
     )
-    save_checkpoint(tmp_path / "ck", contents, world=World())
+    Save(tmp_path / "ck", World()).finish(contents)
     return tmp_path / "ck"
 
 
@@ -230,7 +230,7 @@ def test_export_options(command, saved, tmp_path):
 
 def test_names_that_were_saved_twice_are_written_once(command, tmp_path):
     shards = [whole("a", WEIGHT), whole("b", WEIGHT)]
-    save_checkpoint(tmp_path / "ck", Contents(models=[shards], aliases=[{"b": "a"}]), world=World())
+    Save(tmp_path / "ck", World()).finish(Contents(models=[shards], aliases=[{"b": "a"}]))
     out = command.output("checkpoint", "export", "ck", "--output", "out")
     assert "b is tied to a and written once" in out
     assert list(dict(read_export(tmp_path / "out"))) == ["a"]
@@ -254,7 +254,7 @@ def test_export_refuses_what_it_cannot_do(command, saved, tmp_path):
 
 def test_infinite_values_stay_infinite(command, tmp_path):
     shard = whole("w", torch.tensor([1.0, float("inf")]))
-    save_checkpoint(tmp_path / "ck", Contents(models=[[shard]]), world=World())
+    Save(tmp_path / "ck", World()).finish(Contents(models=[[shard]]))
     assert command("checkpoint", "export", "ck", "--output", "out", "--dtype", "fp16")[0] == 0
     assert dict(read_export(tmp_path / "out"))["w"].tolist() == [1.0, float("inf")]
 
@@ -262,7 +262,7 @@ def test_infinite_values_stay_infinite(command, tmp_path):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_export_holds_one_tensor_at_a_time(command, tmp_path, monkeypatch, dtype):
     shards = [shard for i in range(6) for shard in pieces(f"w{i}", WEIGHT + i, 5)]
-    save_checkpoint(tmp_path / "ck", Contents(models=[shards]), world=World())
+    Save(tmp_path / "ck", World()).finish(Contents(models=[shards]))
     alive, most = [], []
     real = ModelReader.read
 
