@@ -154,7 +154,7 @@ class Pass:
         progress: of the loader.
         epoch: that it reads.
         start: where the next step starts.
-        ends: whether the batch at hand is this rank's last.
+        end_of_dataloader: whether the batch at hand is this rank's last.
         remainder: see PreparedLoader.
         rows: of the batch at hand; None where no batch repeats samples.
         first: of its first batch.
@@ -169,7 +169,7 @@ class Pass:
     progress: Progress
     epoch: int
     start: Start
-    ends: bool = False
+    end_of_dataloader: bool = False
     remainder: int = -1
     rows: Rows | None = None
     first: Rows | None = None
@@ -179,14 +179,9 @@ class Pass:
     used: bool = False
     stopped: bool = False
 
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the batch at hand is this rank's last of the epoch."""
-        return self.ends
-
     def note(self, share: RankBatch) -> None:
         """Note the facts of the batch at hand."""
-        self.ends, self.rows = share.last, share.rows
+        self.end_of_dataloader, self.rows = share.last, share.rows
         if share.rows is not None:
             self.first = self.first or share.rows
             self.total = Rows(
@@ -337,7 +332,7 @@ class PreparedLoader(DataLoader[Any]):
     def end_of_dataloader(self) -> bool:
         """Whether the batch at hand is this rank's last of the epoch."""
         latest = self._progress.latest
-        return latest is not None and latest.ends
+        return latest is not None and latest.end_of_dataloader
 
     @property
     def remainder(self) -> int:
@@ -440,9 +435,9 @@ class PreparedLoader(DataLoader[Any]):
         progress, leader = self._progress, self._progress.leader
         start = progress.start if leader is None else leader.start
         epoch = progress.epoch
-        if leader is not None and (leader.ends or not leader.start.position):
+        if leader is not None and (leader.end_of_dataloader or not leader.start.position):
             start = None
-            epoch += leader.ends and epoch == leader.epoch
+            epoch += leader.end_of_dataloader and epoch == leader.epoch
         state: dict[str, Any] = {
             "version": STATE_VERSION,
             "unit": self._source.division.unit,

@@ -21,6 +21,9 @@ class ActivePass(Protocol):
     """One pass over a loader, with the batch that it delivered last.
 
     Attributes:
+        loader: the prepared loader.
+        end_of_dataloader: whether the batch at hand is the last of the epoch.
+        remainder: samples of the last global batch that are no repetitions; -1 when none repeats.
         evaluates: whether a model has run without gradients on its batches.
         trains: whether a backward has followed on one of them.
         rows: of the batch; None where no batch repeats samples.
@@ -28,23 +31,14 @@ class ActivePass(Protocol):
         total: of all its batches so far.
     """
 
+    loader: Any
+    end_of_dataloader: bool
+    remainder: int
     evaluates: bool
     trains: bool
     rows: Any
     first: Any
     total: Any
-
-    @property
-    def loader(self) -> Any:
-        """The prepared loader."""
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the batch at hand is the last of the epoch."""
-
-    @property
-    def remainder(self) -> int:
-        """Samples of the last global batch that are no repetitions; -1 when none repeats."""
 
     def use(self, *, trains: bool) -> None:
         """Note that all ranks together have used the batch, to train or otherwise."""
@@ -86,6 +80,7 @@ class GradientState:
         finished: the pass that came to its end after the last batch was delivered.
         piece: the piece of a batch that is at hand; None for whole batches.
         left_early: whether the script left a batch before its last piece.
+        is_inside: whether the script is inside of a micro-batch's context.
     """
 
     num_steps: int
@@ -102,7 +97,7 @@ class GradientState:
     left_early: bool = False
     at_hand: ActivePass | None = None
     finished: ActivePass | None = None
-    _inside: bool = False
+    is_inside: bool = False
     _ends_window: bool = True
     _clear_later: list[Callable[[], None]] = field(default_factory=list)
     _open: list[ActivePass] = field(default_factory=list)
@@ -203,19 +198,14 @@ class GradientState:
     @property
     def coming_window(self) -> int:
         """Number of the window that a batch which is read now is for."""
-        return self.windows + (self.sync_gradients and not self._inside)
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the script is inside of a micro-batch's context."""
-        return self._inside
+        return self.windows + (self.sync_gradients and not self.is_inside)
 
     @property
     def is_unfinished(self) -> bool:
         """Whether the window at hand has micro-batches whose gradients wait for a step."""
         if not self.sync_gradients:
             return True
-        return self._inside and self.num_steps > 1 and self.backwards > 0 and not self.stepped
+        return self.is_inside and self.num_steps > 1 and self.backwards > 0 and not self.stepped
 
     @contextmanager
     def next_micro_batch(
@@ -244,12 +234,12 @@ class GradientState:
             self._ends_window = ends_loader or self.micro_batch >= self.num_steps
         self._used = True
         self.sync_gradients = last and self._ends_window
-        around, self._inside = (self._inside, self.piece), True
+        around, self.is_inside = (self.is_inside, self.piece), True
         self.piece = piece
         try:
             yield
         finally:
-            self._inside, self.piece = around
+            self.is_inside, self.piece = around
 
     def check_whole(self) -> None:
         """Refuse to go on after a batch that was left before its last piece.
@@ -275,8 +265,8 @@ class GradientState:
             used: whether a step has used them.
         """
         whole = self.micro_batch == 1 and (self.piece is None or self.piece.start == 0)
-        alone = self.sync_gradients and (not self._inside or whole)
-        if alone or (self._inside and (used or not self.backwards)):
+        alone = self.sync_gradients and (not self.is_inside or whole)
+        if alone or (self.is_inside and (used or not self.backwards)):
             clear()
         elif self.sync_gradients:
             self._clear_later.append(clear)
