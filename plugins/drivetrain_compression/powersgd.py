@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Handle, Parts, Route, chunk_bounds, sent_bytes
 from drivetrain.collectives.communicator import Deferred, StagedHandle
-from drivetrain.collectives.volume import ParameterSpan, SlicesByRank
+from drivetrain.collectives.volume import ParameterSpan, Sent, SlicesByRank
 from drivetrain.compression.compressor import (
     SMALLEST,
     Compressor,
@@ -394,9 +394,7 @@ class PowerSgd(Compressor[PowerSgdOptions]):
         return LowRankReduction(far, self._plan(slices), everywhere=everywhere)
 
     @override
-    def sent(
-        self, far: Route, slices: SlicesByRank, *, everywhere: bool
-    ) -> Counter[tuple[str, str]]:
+    def sent(self, far: Route, slices: SlicesByRank, *, everywhere: bool) -> Sent:
         plan = self._plan(slices)
         itemsize = plan.on_wire(plan.dtype).itemsize
         factors = [
@@ -425,7 +423,7 @@ class PowerSgd(Compressor[PowerSgdOptions]):
         return LowRankGather(far, self._plan(slices))
 
     @override
-    def sent_gathering(self, far: Axis, slices: SlicesByRank) -> Counter[tuple[str, str]]:
+    def sent_gathering(self, far: Axis, slices: SlicesByRank) -> Sent:
         plan = self._plan(slices)
         lengths = list(plan.plain_bytes)
         for matrix in plan.matrices:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.collectives import Route, connect
-from drivetrain.collectives.volume import FlatSlice, ParameterRow
+from drivetrain.collectives.volume import FlatSlice, ParameterRow, Sent
 from drivetrain.compression.compressor import Compressor, Fidelity
 from drivetrain.cost import HOST, Cost, ModelSpec
 from drivetrain.errors import UsageError
@@ -82,8 +82,6 @@ def strategy_inside(config: LocalOptions) -> tuple[type[Strategy[Any]], Any]:
 
 
 # --- the cost of local steps, and a simulated step ---
-
-Sent = Counter[tuple[str, str]]
 
 
 def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:

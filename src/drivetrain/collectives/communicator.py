@@ -323,27 +323,21 @@ class Header(NamedTuple):
 
     def differences(self, other: "Header") -> list[str]:
         """Return the difference between two headers that should be equal, in words."""
-        pairs = {
-            "sequence number": (self.number, other.number),
-            "operation": (self.operation, other.operation),
-            "elements": (self.elements, other.elements),
-            "dtype": (self.dtype, other.dtype),
-            "label": (self.name, other.name),
-            f"optimizer steps before ({self.steps} and {other.steps})": (self.steps, other.steps),
-            f"backwards before ({self.backwards} and {other.backwards})": (
-                self.backwards,
-                other.backwards,
-            ),
-            f"learning rates of the step before ({_rates_in_words(self.rates, other.rates)})": (
-                self.rates,
-                other.rates,
-            ),
-            f"state dicts loaded before ({self.loads} and {other.loads})": (
-                self.loads,
-                other.loads,
-            ),
+        rates = _rates_in_words(self.rates, other.rates)
+        kinds = {
+            "sequence number": "number",
+            "operation": "operation",
+            "elements": "elements",
+            "dtype": "dtype",
+            "label": "name",
+            f"optimizer steps before ({self.steps} and {other.steps})": "steps",
+            f"backwards before ({self.backwards} and {other.backwards})": "backwards",
+            f"learning rates of the step before ({rates})": "rates",
+            f"state dicts loaded before ({self.loads} and {other.loads})": "loads",
         }
-        found = [words for words, (mine, theirs) in pairs.items() if mine != theirs]
+        found = [
+            word for word, kind in kinds.items() if getattr(self, kind) != getattr(other, kind)
+        ]
         if not found and self.plan != other.plan:  # other sizes have other chunks anyway
             parts = self.dtype == PARTS
             return ["lengths or dtypes of parts" if parts else "chunks, source or reduction"]

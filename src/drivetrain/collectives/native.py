@@ -129,13 +129,9 @@ class NativeCommunicator(Communicator):
         """Replace a contiguous tensor by the reduction over ranks, times scale."""
         flat = flatten(tensor)
         op = dist.ReduceOp.SUM if reduction == "sum" else dist.ReduceOp.MAX
-        return self._start(
-            Request("all_reduce", label, reduction=reduction),
-            lambda: dist.all_reduce(flat, op, self._group, async_op=True),
-            flat,
-            flat,
-            scale,
-        )
+        request = Request("all_reduce", label, reduction=reduction)
+        reduce = partial(dist.all_reduce, flat, op, self._group, async_op=True)
+        return self._start(request, reduce, flat, flat, scale)
 
     def reduce_scatter(
         self, flat: Tensor, *, scale: float = 1.0, chunks: Chunks | None = None, label: str = ""
@@ -145,16 +141,9 @@ class NativeCommunicator(Communicator):
         bounds = checked_chunks(chunks, flat.numel(), self.size)
         parts = [flat[start:stop] for start, stop in bounds]
         mine = parts[self.rank]
-
-        def scatter() -> Any:
-            if _even(parts):
-                return _scatter_flat(
-                    mine, flat, dist.ReduceOp.SUM, group=self._group, async_op=True
-                )
-            return dist.reduce_scatter(
-                mine, parts, dist.ReduceOp.SUM, group=self._group, async_op=True
-            )
-
+        uneven = partial(dist.reduce_scatter, mine, parts)
+        reduce = partial(_scatter_flat, mine, flat) if _even(parts) else uneven
+        scatter = partial(reduce, dist.ReduceOp.SUM, group=self._group, async_op=True)
         return self._start(Request("reduce_scatter", label, bounds), scatter, flat, mine, scale)
 
     def all_gather(self, flat: Tensor, *, chunks: Chunks | None = None, label: str = "") -> Handle:
@@ -204,12 +193,8 @@ class NativeCommunicator(Communicator):
         """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
         flat = flatten(tensor)
         root = self.axis.ranks[source]
-        return self._start(
-            Request("broadcast", label, source=source),
-            lambda: dist.broadcast(flat, root, self._group, async_op=True),
-            flat,
-            flat,
-        )
+        send = partial(dist.broadcast, flat, root, self._group, async_op=True)
+        return self._start(Request("broadcast", label, source=source), send, flat, flat)
 
     def barrier(self) -> None:
         """Return when every rank of the axis has come here."""

@@ -129,6 +129,9 @@ class FlatSlice:
         return self.numel * self.dtype.itemsize
 
 
+Sent: TypeAlias = Counter[tuple[str, str]]
+"""The bytes that a rank sends, by (axis, operation)."""
+
 SlicesByRank: TypeAlias = Sequence[Sequence[FlatSlice]]
 """For each rank of an axis, in order: the slices that describe the rank's tensors."""
 
@@ -254,15 +257,13 @@ class ApproximateBytes(Protocol):
     The answers are by (axis, operation); None where nothing is approximate.
     """
 
-    def reduced(
-        self, far: Axis, slices: SlicesByRank, *, everywhere: bool
-    ) -> Counter[tuple[str, str]] | None:
+    def reduced(self, far: Axis, slices: SlicesByRank, *, everywhere: bool) -> Sent | None:
         """Return the bytes of a sum of gradients, for its owners alone or for all ranks."""
 
     def held(self, far: Axis, slices: SlicesByRank, *, everywhere: bool) -> int:
         """Return the bytes that a rank keeps from one sum to the next."""
 
-    def gathered(self, far: Axis, slices: SlicesByRank) -> Counter[tuple[str, str]] | None:
+    def gathered(self, far: Axis, slices: SlicesByRank) -> Sent | None:
         """Return the bytes of a gather of parameters, or of their updates."""
 
     @property
@@ -298,7 +299,7 @@ class Route:
         """Whether owners keep values apart from gathered ones, which are approximate or may be."""
         return self.between is not None and self.between.owns_apart
 
-    def gradients_summed(self, flat_slice: FlatSlice) -> Counter[tuple[str, str]]:
+    def gradients_summed(self, flat_slice: FlatSlice) -> Sent:
         """Return the bytes that this rank sends in a channel of ``gradients_summed``."""
         exact = self.all_reduced(flat_slice.numel, flat_slice.dtype.itemsize)
         if self.levels is None or self.between is None:
@@ -308,7 +309,7 @@ class Route:
         found = self.between.reduced(far, pieces, everywhere=True)
         return exact if found is None else _without(exact, far) + found
 
-    def gradients_scattered(self, slices: SlicesByRank) -> Counter[tuple[str, str]]:
+    def gradients_scattered(self, slices: SlicesByRank) -> Sent:
         """Return the bytes that this rank sends in a channel of ``gradients_scattered``."""
         exact = self.passed("reduce_scatter", _lengths(slices))
         if self.levels is None or self.between is None:
@@ -318,7 +319,7 @@ class Route:
         found = self.between.reduced(far, mine, everywhere=False)
         return exact if found is None else _without(exact, far) + found
 
-    def parameters_gathered(self, slices: SlicesByRank) -> Counter[tuple[str, str]]:
+    def parameters_gathered(self, slices: SlicesByRank) -> Sent:
         """Return the bytes that this rank sends in one gather or update of parameters."""
         exact = self.passed("all_gather", _lengths(slices))
         if self.levels is None or self.between is None:
@@ -341,7 +342,7 @@ class Route:
         near, far = self.levels
         return self.between.held(far, slices[near.rank :: near.size], everywhere=False)
 
-    def all_reduced(self, numel: int, itemsize: int) -> Counter[tuple[str, str]]:
+    def all_reduced(self, numel: int, itemsize: int) -> Sent:
         """Return the bytes that this rank sends to sum one tensor, by (axis, operation)."""
         if self.levels is None:
             sent = sent_elements("all_reduce", numel, size=self.axis.size, rank=self.axis.rank)
@@ -357,7 +358,7 @@ class Route:
             }
         )
 
-    def passed(self, operation: Operation, lengths: Sequence[int]) -> Counter[tuple[str, str]]:
+    def passed(self, operation: Operation, lengths: Sequence[int]) -> Sent:
         """Return the bytes that this rank sends in one reduce-scatter or all-gather.
 
         Args:
@@ -377,7 +378,7 @@ class Route:
             }
         )
 
-    def broadcast(self, nbytes: int) -> Counter[tuple[str, str]]:
+    def broadcast(self, nbytes: int) -> Sent:
         """Return the bytes that this rank sends when rank 0 of the axis sends around a tensor."""
         sent = sent_elements("broadcast", nbytes, size=self.axis.size, rank=self.axis.rank)
         return Counter({(self.axis.name, "broadcast"): sent})
@@ -395,7 +396,7 @@ def _lengths(slices: SlicesByRank) -> list[int]:
     return [sum(each.nbytes for each in part) for part in slices]
 
 
-def _without(sent: Counter[tuple[str, str]], far: Axis) -> Counter[tuple[str, str]]:
+def _without(sent: Sent, far: Axis) -> Sent:
     """Return the bytes on all axes but one."""
     return Counter({key: nbytes for key, nbytes in sent.items() if key[0] != far.name})
 

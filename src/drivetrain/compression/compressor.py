@@ -46,7 +46,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Handle, Parts, Route, sent_bytes
-from drivetrain.collectives.volume import FlatSlice, ParameterSpan, SlicesByRank
+from drivetrain.collectives.volume import FlatSlice, ParameterSpan, Sent, SlicesByRank
 from drivetrain.runtime.mesh import Axis
 
 # --- the contract of methods for slow links ---
@@ -227,9 +227,7 @@ class Compressor(ABC, Generic[MethodConfigT]):
         """
 
     @abstractmethod
-    def sent(
-        self, far: Route, slices: SlicesByRank, *, everywhere: bool
-    ) -> Counter[tuple[str, str]]:
+    def sent(self, far: Route, slices: SlicesByRank, *, everywhere: bool) -> Sent:
         """Return the bytes that a rank sends in one reduction, by (axis, operation)."""
 
     @abstractmethod
@@ -254,7 +252,7 @@ class Compressor(ABC, Generic[MethodConfigT]):
         """
         raise TypeError(f"{type(self).__name__} declares that it gathers no parameters")
 
-    def sent_gathering(self, far: Axis, slices: SlicesByRank) -> Counter[tuple[str, str]]:
+    def sent_gathering(self, far: Axis, slices: SlicesByRank) -> Sent:
         """Return the bytes that a rank sends in one gather, of values or of updates."""
         raise TypeError(f"{type(self).__name__} declares that it gathers no parameters")
 
@@ -348,9 +346,7 @@ class Codec(Compressor[MethodConfigT]):
         return EncodedReduction(self, far, slices, everywhere=everywhere)
 
     @override
-    def sent(
-        self, far: Route, slices: SlicesByRank, *, everywhere: bool
-    ) -> Counter[tuple[str, str]]:
+    def sent(self, far: Route, slices: SlicesByRank, *, everywhere: bool) -> Sent:
         lengths = [MessageLayout(self, each).nbytes for each in slices]
         swapped = sent_bytes("all_to_all", lengths, far.axis.rank)
         sent = Counter({(far.axis.name, "all_to_all"): swapped})
@@ -389,7 +385,7 @@ class Codec(Compressor[MethodConfigT]):
         return EncodedGather(self, far, slices, updates=updates)
 
     @override
-    def sent_gathering(self, far: Axis, slices: SlicesByRank) -> Counter[tuple[str, str]]:
+    def sent_gathering(self, far: Axis, slices: SlicesByRank) -> Sent:
         lengths = [MessageLayout(self, each).nbytes for each in slices]
         return Counter({(far.name, "all_gather"): sent_bytes("all_gather", lengths, far.rank)})
 

@@ -14,13 +14,12 @@ EuroSys 2023, which searches over more choices. The rule is a function of its ar
 with equal facts choose alike.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.collectives import Route, chunk_bounds, sent_bytes
-from drivetrain.collectives.volume import FlatSlice, ParameterRow, SlicesByRank
+from drivetrain.collectives.volume import FlatSlice, ParameterRow, Sent, SlicesByRank
 from drivetrain.compression.compressor import Compressor, Fidelity
 from drivetrain.config.outline import EXACT, FarLinks
 from drivetrain.config.resolve import checked_options
@@ -482,9 +481,7 @@ class LinkMethods(FarLinks):
 
     # --- bytes between hosts; None where nothing is approximate ---
 
-    def reduced(
-        self, far: Axis, slices: SlicesByRank, *, everywhere: bool
-    ) -> Counter[tuple[str, str]] | None:
+    def reduced(self, far: Axis, slices: SlicesByRank, *, everywhere: bool) -> Sent | None:
         """Return the bytes that a rank sends in one sum of gradients."""
         slices = self.approximated("gradients", slices)
         if self.gradients is None or not self.gradients.approximates(slices):
@@ -499,7 +496,7 @@ class LinkMethods(FarLinks):
         held = self.gradients.held(far, slices, everywhere=everywhere)
         return 2 * held if self.undoable else held
 
-    def gathered(self, far: Axis, slices: SlicesByRank) -> Counter[tuple[str, str]] | None:
+    def gathered(self, far: Axis, slices: SlicesByRank) -> Sent | None:
         """Return the bytes that a rank sends in one gather of parameters."""
         slices = self.approximated("parameters", slices)
         if self.parameters is None or not self.parameters.approximates(slices):
