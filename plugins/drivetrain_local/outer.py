@@ -77,20 +77,6 @@ def steps_since(options: LocalOptions, fragment: int, steps: int) -> int:
 # --- messages between workers about the tensors that one optimizer steps ---
 
 
-class MessageKey(NamedTuple):
-    """Tells the messages of one optimizer apart.
-
-    Attributes:
-        fragment: of the model.
-        dtype: of the tensors.
-        word: of the parts.
-    """
-
-    fragment: int
-    dtype: torch.dtype
-    word: str
-
-
 class MessageChannel(NamedTuple):
     """A channel of sums, and its tensors at this time.
 
@@ -122,7 +108,7 @@ class Messages:
     workers: Communicator
     parts: Mapping[str, HeldPart]
     fragments: Mapping[str, int]
-    _channels: dict[MessageKey, MessageChannel] = field(default_factory=dict)
+    _channels: dict[tuple[int, torch.dtype, str], MessageChannel] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -186,7 +172,7 @@ class Messages:
         names, dtype = self.names(), wide(self.dtype(members[0]))
         pieces = [self._flat_slice(names[id(parameter)], parameter, dtype) for parameter in members]
         flat_slice = FlatSlice.joined(pieces, dtype)
-        key = MessageKey(fragment, *self._kind(members[0], names))
+        key = fragment, *self._kind(members[0], names)
         before = self._channels.get(key)
         if before is None or before.flat_slice != flat_slice:
             made = self.workers.gradients_summed(

@@ -93,25 +93,63 @@ def _own(reader: Reader) -> Iterator[tuple[str, str]]:
             yield name, state
 
 
-class WorkerReader:
-    """A checkpoint as one worker loads it: implements ``drivetrain.shards.Reader``.
+class MappedReader:
+    """A checkpoint under other keys: implements ``drivetrain.shards.Reader``.
+
+    Args:
+        reader: of the checkpoint.
+
+    Attributes:
+        partial: whether weights that the checkpoint lacks keep their values.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self.partial = reader.partial
+        self._reader = reader
+        self._sources: dict[tuple[str, str], list[str]] = {}
+
+    def keys(self) -> Iterable[tuple[str, str]]:
+        """Return the (name, state) pairs."""
+        return self._sources.keys()
+
+    def shape(self, name: str, state: str = "") -> tuple[int, ...]:
+        """Global shape of one tensor."""
+        return self._reader.shape(name, self._of(name, state)[0])
+
+    def read(self, name: str, state: str = "", part: Part | None = None) -> Tensor:
+        """Return one part of a tensor; of several sources, the mean in its own dtype."""
+        first, *others = self._of(name, state)
+        found = self._reader.read(name, first, part)
+        if not others or not found.is_floating_point():
+            return found
+        total = found.to(torch.float64)
+        for other in others:
+            total += self._reader.read(name, other, part)
+        return found.copy_(total / (1 + len(others)))
+
+    def scalars(self, name: str, optimizer: int) -> Mapping[str, Any]:
+        """Return the optimizer state of a parameter that is no tensor, alike for all workers."""
+        return self._reader.scalars(name, optimizer)
+
+    def _of(self, name: str, state: str) -> list[str]:
+        # A tensor that nobody saved: the reader itself says so, with the nearest names.
+        return self._sources.get((name, state), [state])
+
+
+class WorkerReader(MappedReader):
+    """A checkpoint as one worker loads it.
 
     Args:
         reader: of the checkpoint.
         saved: the workers in it.
         worker: which one to be; None to be the mean of all.
         outer: whether the reader goes on with the outer state; a worker without others has none.
-
-    Attributes:
-        partial: whether weights that the checkpoint lacks keep their values.
     """
 
     def __init__(self, reader: Reader, saved: int, worker: int | None, *, outer: bool) -> None:
-        self.partial = reader.partial
-        self._reader = reader
+        super().__init__(reader)
         self._outer = outer
         self._apart = {name for name, _ in _own(reader)}
-        self._sources: dict[tuple[str, str], list[str]] = {}
         chosen = range(saved) if worker is None else [worker]
         for name, state in reader.keys():  # noqa: SIM118 - no dict
             plain, marked, _ = state.partition(OWN_MARK)
@@ -147,33 +185,6 @@ class WorkerReader:
             self._sources[name, plain] = [state]
         elif (int(number) if marked else 0) in workers:
             self._sources.setdefault((name, plain), []).append(state)
-
-    def keys(self) -> Iterable[tuple[str, str]]:
-        """Return the (name, state) pairs of this worker."""
-        return self._sources.keys()
-
-    def shape(self, name: str, state: str = "") -> tuple[int, ...]:
-        """Global shape of one tensor."""
-        return self._reader.shape(name, self._of(name, state)[0])
-
-    def read(self, name: str, state: str = "", part: Part | None = None) -> Tensor:
-        """Return one part of a tensor; of several workers, the mean in its own dtype."""
-        first, *others = self._of(name, state)
-        found = self._reader.read(name, first, part)
-        if not others or not found.is_floating_point():
-            return found
-        total = found.to(torch.float64)
-        for other in others:
-            total += self._reader.read(name, other, part)
-        return found.copy_(total / (1 + len(others)))
-
-    def scalars(self, name: str, optimizer: int) -> Mapping[str, Any]:
-        """Return the optimizer state of a parameter that is no tensor, alike for all workers."""
-        return self._reader.scalars(name, optimizer)
-
-    def _of(self, name: str, state: str) -> list[str]:
-        # A tensor that nobody saved: the reader itself says so, with the nearest names.
-        return self._sources.get((name, state), [state])
 
 
 # --- errors that methods for slow links keep, in the checkpoint of all workers ---
@@ -248,8 +259,8 @@ def _is_kept(state: str) -> bool:
     return state.startswith(LINKS) and state.endswith(OWN_MARK)
 
 
-class KeptReader:
-    """The kept state in a checkpoint of ``local``: implements ``drivetrain.shards.Reader``.
+class KeptReader(MappedReader):
+    """The kept state in a checkpoint of ``local``, without the marks.
 
     ``drivetrain.compression.error_feedback`` reads it.
 
@@ -257,36 +268,15 @@ class KeptReader:
         reader: of the checkpoint.
         parts: the parameters of which this rank steps a part or a range: the word of each part by
             name.
-
-    Attributes:
-        partial: whether weights that the checkpoint lacks keep their values.
     """
 
     def __init__(self, reader: Reader, parts: Mapping[str, str]) -> None:
-        self.partial = reader.partial
-        self._reader = reader
-        self._marks = {name: _mark(word) for name, word in parts.items()}
-        self._keys = []
+        super().__init__(reader)
+        marks = {name: _mark(word) for name, word in parts.items()}
         for name, state in reader.keys():  # noqa: SIM118 - no dict
             plain, marked, rest = state.partition(OWN_MARK)
-            if _is_kept(state) and self._marks.get(name) == f"{marked}{rest}":
-                self._keys.append((name, plain))
-
-    def keys(self) -> Iterable[tuple[str, str]]:
-        """Return the (name, state) pairs, without the mark."""
-        return self._keys
-
-    def shape(self, name: str, state: str = "") -> tuple[int, ...]:
-        """Shape of one tensor."""
-        return self._reader.shape(name, f"{state}{self._marks[name]}")
-
-    def read(self, name: str, state: str = "", part: Part | None = None) -> Tensor:
-        """Return one part of a tensor."""
-        return self._reader.read(name, f"{state}{self._marks[name]}", part)
-
-    def scalars(self, name: str, optimizer: int) -> Mapping[str, Any]:
-        """Return the optimizer state of a parameter that is no tensor."""
-        return self._reader.scalars(name, optimizer)
+            if _is_kept(state) and marks.get(name) == f"{marked}{rest}":
+                self._sources[name, plain] = [state]
 
 
 # --- whole outer weights on every rank, joined from the parts of the worker's ranks ---

@@ -15,7 +15,7 @@ several containers, or where one host has two groups of devices with a slow link
 """
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -377,14 +377,6 @@ def levels_of_replicas(axis: Axis, links: LinkMethods) -> HostLevels | None:
 KEY = "links.hardware"
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """A rank's reading of the description: the size of islands, or why there is none."""
-
-    devices: int = 0
-    problem: str = ""
-
-
 def agreed_islands(world: World, hardware: str) -> World:
     """Return the world with the islands that a description declares. Collective.
 
@@ -398,20 +390,22 @@ def agreed_islands(world: World, hardware: str) -> World:
     """
     if not hardware or world.size == 1:
         return world
+    devices, problem = 0, ""
     try:
-        mine = _Reading(_devices_of_a_host(hardware))
+        devices = _devices_of_a_host(hardware)
     except DrivetrainError as error:  # the other ranks wait for an answer
-        mine = _Reading(problem=str(error))
-    every = gather_facts(mine, _Reading, doing=f"the sizes of islands in {KEY}")
-    for rank, reading in enumerate(every):
-        if reading.problem:
-            raise ConfigError(f"{KEY}: rank {rank}: {reading.problem}")
-        if reading != every[0]:
+        problem = str(error)
+    mine = devices, problem
+    every = gather_facts(mine, tuple[int, str], doing=f"the sizes of islands in {KEY}")
+    for rank, (theirs, problem) in enumerate(every):
+        if problem:
+            raise ConfigError(f"{KEY}: rank {rank}: {problem}")
+        if theirs != every[0][0]:
             raise RankMismatchError(
-                f"{KEY}: expected the same host.devices on all ranks, found {every[0].devices} on "
-                f"rank 0 and {reading.devices} on rank {rank}; give all hosts the same file"
+                f"{KEY}: expected the same host.devices on all ranks, found {every[0][0]} on "
+                f"rank 0 and {theirs} on rank {rank}; give all hosts the same file"
             )
-    return in_islands(world, mine.devices)
+    return in_islands(world, devices)
 
 
 def declared_islands(world: World, hardware: str) -> World:

@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from math import isqrt
@@ -116,25 +116,19 @@ class ChoosesPlan(Planning):
                 nothing fits; on every rank.
         """
         examples = run.examples.read()
-        answer = _Answer()
+        pick: StrategyPick | None = None
+        problem = ""
         if run.world.rank == 0:
             try:
-                answer = _Answer(_chosen(config, model, run, recompute, examples))
+                pick = _chosen(config, model, run, recompute, examples)
             except Exception as error:  # the other ranks wait for an answer
-                answer = _Answer(problem=str(error))
+                problem = str(error)
         if run.world.size > 1:
-            answer = share_facts(answer, _Answer, doing="the choice of a strategy")
-        if answer.pick is None:
-            raise ConfigError(f"strategy auto: {answer.problem}; or name a strategy yourself")
-        return answer.pick
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The answer of rank 0: a choice, or why there is none."""
-
-    pick: StrategyPick | None = None
-    problem: str = ""
+            kind = tuple[StrategyPick | None, str]
+            pick, problem = share_facts((pick, problem), kind, doing="the choice of a strategy")
+        if pick is None:
+            raise ConfigError(f"strategy auto: {problem}; or name a strategy yourself")
+        return pick
 
 
 def _chosen(
