@@ -452,7 +452,7 @@ class Report:
     models: list[list[SavedTensor]] = field(default_factory=list)
     rank_file: str = ""
     scalars: list[Any] = field(default_factory=list)
-    tensors: str = ""
+    tensors: str = field(default_factory=lambda: pack({}))
     aliases: Sequence[Mapping[str, str]] = ()
     finite: bool = True
 

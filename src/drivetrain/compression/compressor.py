@@ -453,20 +453,6 @@ class ElementRange(NamedTuple):
         return tensors[self.tensor][self.start : self.stop]
 
 
-class EncodedPiece(NamedTuple):
-    """A range of one matrix that is encoded by itself.
-
-    Attributes:
-        elements: of one of the tensors.
-        place: the same elements among all that are encoded.
-        room: their bytes in a message.
-    """
-
-    elements: ElementRange
-    place: slice
-    room: slice
-
-
 class MessageLayout:
     """Where the elements of one rank's tensors lie in the message about them.
 
@@ -520,8 +506,12 @@ class MessageLayout:
 
     # --- encoded elements ---
 
-    def pieces(self, device: torch.device) -> Iterator[EncodedPiece]:
-        """Yield the pieces of all matrices, in order, for tensors and messages on a device."""
+    def pieces(self, device: torch.device) -> Iterator[tuple[ElementRange, slice, slice]]:
+        """Yield the pieces of all matrices, in order, for tensors and messages on a device.
+
+        Of each piece: the range in one of the tensors, the same elements among all that are
+        encoded, and their bytes in a message.
+        """
         group = self._encoding.group
         step = max(1, _PIECE // group) * group if device.type == "cpu" else max(1, self.numel)
         edge, place = MARK_BYTES, 0
@@ -531,7 +521,7 @@ class MessageLayout:
                 stop = min(start + step, last)
                 end = room + self._encoding.nbytes(stop - start)
                 elements = ElementRange(index, start, stop)
-                yield EncodedPiece(elements, slice(place, place + stop - start), slice(room, end))
+                yield elements, slice(place, place + stop - start), slice(room, end)
                 place, room = place + stop - start, end
             edge += self._aligned(last - first)
 

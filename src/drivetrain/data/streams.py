@@ -338,7 +338,7 @@ class _Block:
     """The bytes of many tensors, one after the other."""
 
     def __init__(self) -> None:
-        self._parts: list[Tensor] = []
+        self._parts = [torch.empty(0, dtype=torch.uint8, device="cpu")]
         self._size = 0
 
     def put(self, tensor: Tensor) -> _PackedTensor:
@@ -350,11 +350,7 @@ class _Block:
 
     def payload(self) -> Tensor:
         """Return all bytes, (size,) uint8."""
-        return (
-            torch.cat(self._parts)
-            if self._parts
-            else torch.empty(0, dtype=torch.uint8, device="cpu")
-        )
+        return torch.cat(self._parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -765,11 +765,9 @@ class Prices(Protocol):
     @property
     def slowdown(self) -> float:
         """Seconds of compute lost for each second beside a collective."""
-        ...
 
     def seconds(self, task: SimulatedTask) -> float:
         """Return how long a task runs alone."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
