@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -176,14 +176,11 @@ class NativeCommunicator(Communicator):
         arriving = checked_parts([[tensor] for tensor in incoming], self.size)
         sent, received = (torch.cat([one for (one,) in each]) for each in (held, arriving))
         lengths, mine = [one.numel() for (one,) in held], [one.numel() for (one,) in arriving]
-
-        def swap() -> Any:
-            return dist.all_to_all_single(
-                received, sent, mine, lengths, group=self._group, async_op=True
-            )
-
-        request = Request("all_to_all", label or caller(2), chunks=_chunks_of(lengths))
-        handle = self._start(request, swap, sent, received)
+        swap = partial(dist.all_to_all_single, received, sent, mine, lengths)
+        launch = partial(swap, group=self._group, async_op=True)
+        chunks = tuple(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
+        request = Request("all_to_all", label or caller(2), chunks=chunks)
+        handle = self._start(request, launch, sent, received)
         others = [rank for rank in range(self.size) if rank != self.rank]
         slices = torch.split(received, mine)
         copies = ([arriving[rank][0] for rank in others], [slices[rank] for rank in others])
@@ -236,11 +233,6 @@ class NativeCommunicator(Communicator):
         return NativeHandle(
             work, result, scale, describe, waited, partial(header.range, waits=True)
         )
-
-
-def _chunks_of(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the (start, stop) of tensors of these lengths side by side."""
-    return tuple(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
 
 
 def _even(parts: list[Tensor]) -> bool:

@@ -49,7 +49,7 @@ from drivetrain.compression.error_feedback import (
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.cost import Traffic
 from drivetrain.errors import ConfigError, DrivetrainError, RankMismatchError
-from drivetrain.runtime.mesh import Axis, HostLevels, Mesh
+from drivetrain.runtime.mesh import Axis, HostLevels, Mesh, neighbors_of
 from drivetrain.runtime.world import World
 from drivetrain.shards import Reader, Shard
 
@@ -441,7 +441,7 @@ def in_islands(world: World, size: int) -> World:
             f"{KEY}: expected a number of ranks that host.devices divides, found {world.size} "
             f"ranks and host.devices: {size}; change the number of ranks, or the description"
         )
-    for island in _cut(range(world.size), size):
+    for island in neighbors_of([tuple(range(world.size))], size):
         hosts = {world.hosts[rank] for rank in island}
         outside = [r for r, host in enumerate(world.hosts) if host in hosts and r not in island]
         if len(hosts) > 1 and outside:
@@ -452,7 +452,3 @@ def in_islands(world: World, size: int) -> World:
                 "host.devices, or the number of ranks per host"
             )
     return replace(world, declared=tuple(f"island {rank // size}" for rank in range(world.size)))
-
-
-def _cut(ranks: range, size: int) -> Iterator[range]:
-    return (ranks[start : start + size] for start in range(0, len(ranks), size))

@@ -169,15 +169,11 @@ WorkerStart: TypeAlias = Callable[[int], None] | None
 """A loader's ``worker_init_fn``."""
 
 
-def outliving_notices(start: WorkerStart) -> Callable[[int], None]:
-    """Return a ``worker_init_fn`` whose workers live through a notice.
+def outlive_notices(start: WorkerStart, worker: int) -> None:
+    """Start a loader's worker, so that it lives through a notice.
 
     A second SIGTERM ends a worker: python sends one more to a worker that does not end.
     """
-    return partial(_start, start)
-
-
-def _start(start: WorkerStart, worker: int) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _ignore_once)
     if start is not None:
@@ -359,7 +355,7 @@ def reader_of(
         names += ["persistent_workers", "multiprocessing_context", "prefetch_factor"]
     settings = {name: getattr(loader, name) for name in names} | {"generator": generator}
     if loader.num_workers and is_launched():
-        settings["worker_init_fn"] = outliving_notices(loader.worker_init_fn)
+        settings["worker_init_fn"] = partial(outlive_notices, loader.worker_init_fn)
     return DataLoader(dataset, **settings | changes)
 
 

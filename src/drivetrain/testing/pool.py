@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -120,17 +119,6 @@ _POLL_S = 0.1
 _STACK_S = 10.0
 
 
-def _context(preload: Sequence[str]) -> ForkServerContext:
-    """Return a way to start processes that share the seconds of importing torch.
-
-    They are forked from one process that has imported it and does nothing else: it has no threads,
-    and no state of any test.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, *preload])
-    return context
-
-
 class RankProcess:
     """One process; it holds the same rank in every test.
 
@@ -141,7 +129,10 @@ class RankProcess:
     """
 
     def __init__(self, rank: int, folder: Path, preload: Sequence[str]) -> None:
-        context = _context(preload)
+        # Forked from one process that has imported torch and does nothing else: it has no threads,
+        # and no state of any test.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*PRELOADED, *preload])
         self.rank = rank
         self.files = Files.within(folder)
         self.pipe, theirs = context.Pipe()

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from drivetrain.data import PreparedLoader, SeedableRandomSampler
-from drivetrain.data.sources import outliving_notices, reader_of
+from drivetrain.data.sources import outlive_notices, reader_of
 from drivetrain.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -76,7 +76,7 @@ def test_a_worker_lives_through_one_notice_alone():
     started = []
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        outliving_notices(started.append)(3)
+        outlive_notices(started.append, 3)
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -1,7 +1,6 @@
 """Loops: k steps on many ranks are k steps of one process, for awkward models, in any precision."""
 
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -585,8 +584,8 @@ class PrecisionChecks(Suite):
 
     def test_low_gradients_are_added_up_in_fp32(self, world: int) -> None:
         """A large gradient and then 63 small ones, each of which alone bf16 would lose."""
-        case = in_fp32(CASES["mlp"])
-        case = replace(case, batch=functools.partial(_same_batch, case))
+        plain = in_fp32(CASES["mlp"])
+        case = replace(plain, batch=lambda step, rank: plain.batch(0, rank))
         with self.accelerator(**_options("bf16", 64, param="bf16")) as accelerator:
             twins = self._prepared(accelerator, case, copies_loss(case, LOW), "param")
             if twins is not None:
@@ -676,10 +675,6 @@ def _options(precision: str, window: int, **dtypes: str) -> dict[str, Any]:
         "kwargs_handlers": [GradScalerKwargs(init_scale=SCALE)],
         "config": {"dtypes": dtypes},
     }
-
-
-def _same_batch(case: Case, step: int, rank: int) -> Batch:
-    return case.batch(0, rank)
 
 
 def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
