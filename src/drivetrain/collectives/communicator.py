@@ -87,11 +87,6 @@ def layout_of(parts: Parts) -> Layout:
     return tuple(tuple((tensor.numel(), tensor.dtype) for tensor in tensors) for tensors in parts)
 
 
-def byte_lengths(layout: Layout) -> list[int]:
-    """Return how many bytes each rank holds."""
-    return [sum(numel * dtype.itemsize for numel, dtype in tensors) for tensors in layout]
-
-
 # --- handles ---
 
 
@@ -383,7 +378,8 @@ def _facts_of(
     facts = repr((operation, chunks or (), source, reduction, layout, dtype))
     plan, name = zlib.crc32(facts.encode()), zlib.crc32(label.encode())
     if dtype is None:
-        lengths = byte_lengths(layout or ())
+        parts = layout or ()
+        lengths = [sum(numel * each.itemsize for numel, each in tensors) for tensors in parts]
         sent = sent_bytes(operation, lengths, rank)
         return RequestFacts(plan, name, PARTS, sum(lengths), sent)
     sent = sent_elements(operation, numel, size=size, rank=rank, source=source, chunks=chunks)

@@ -506,10 +506,9 @@ class StateChecks(Suite):
                 twins = Twins(accelerator, case, adamw)
                 twins.backward(0)
                 twins.step()
-                mine = [
-                    _sent(shard) for shard in accelerator.strategy_of(twins.model).state.shards()
-                ]
-                whole = _assembled([shard for shards in everyone(mine) for shard in shards])
+                shards = accelerator.strategy_of(twins.model).state.shards()
+                mine = [replace(one, tensor=one.tensor.detach().clone()) for one in shards]
+                whole = _assembled([shard for theirs in everyone(mine) for shard in theirs])
                 parameters = weights(accelerator, twins.model)
                 for key, tensor in parameters.items():
                     assert (key, "") in whole, f"{case.name}: no shard of the parameter {key}"
@@ -545,26 +544,19 @@ class StateChecks(Suite):
                 assert torch.equal(tensor, both[1][key]), f"{case.name}: {key} differs after load"
 
 
-def _sent(shard: Shard) -> tuple[Any, ...]:
-    """Return a shard as plain values, to be sent between ranks."""
-    part = shard.part
-    tensor = shard.tensor.detach().clone()
-    return shard.name, shard.state, shard.shape, part.offsets, part.sizes, part.flat, tensor
-
-
-def _assembled(shards: list[tuple[Any, ...]]) -> dict[tuple[str, str], Tensor]:
+def _assembled(shards: list[Shard]) -> dict[tuple[str, str], Tensor]:
     """Put shards together; raise when an element is missing or there twice."""
     whole: dict[tuple[str, str], Tensor] = {}
     counts: dict[tuple[str, str], Tensor] = {}
-    for name, state, shape, offsets, sizes, flat, tensor in shards:
-        key = (name, state)
-        box = tuple(slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))
-        values = whole.setdefault(key, torch.zeros(shape, dtype=tensor.dtype))
-        count = counts.setdefault(key, torch.zeros(shape, dtype=torch.int64))
-        held = torch.zeros(torch.Size(sizes), dtype=tensor.dtype)
-        here = torch.zeros(torch.Size(sizes), dtype=torch.int64)
-        start, stop = flat if flat is not None else (0, held.numel())
-        held.view(-1)[start:stop] = tensor.reshape(-1)
+    for shard in shards:
+        key, part, dtype = (shard.name, shard.state), shard.part, shard.tensor.dtype
+        box = tuple(slice(o, o + size) for o, size in zip(part.offsets, part.sizes, strict=True))
+        values = whole.setdefault(key, torch.zeros(shard.shape, dtype=dtype))
+        count = counts.setdefault(key, torch.zeros(shard.shape, dtype=torch.int64))
+        held = torch.zeros(torch.Size(part.sizes), dtype=dtype)
+        here = torch.zeros(torch.Size(part.sizes), dtype=torch.int64)
+        start, stop = part.range
+        held.view(-1)[start:stop] = shard.tensor.reshape(-1)
         here.view(-1)[start:stop] = 1
         values[box] += held
         count[box] += here
