@@ -55,7 +55,6 @@ def test_life_of_a_checkpoint(tmp_path, strategy, precision):
             found = dict(read_export(tmp_path / folder))
             assert len(found) == 5  # tied once
             assert same(found, expected)
-    accelerator.end_training()
 
 
 @pytest.mark.ranks(2)
@@ -74,4 +73,3 @@ def test_weights_of_another_dtype_and_strategy(tmp_path, strategy, saved):
         assert same(second.get_state_dict(fresh), expected, loaded), other
         step(second, fresh, resumed)
         second.free_memory()
-    first.end_training()

@@ -126,4 +126,3 @@ def test_every_rank_has_the_batches_of_rank_0():
     assert len(set(everyone((good.origin, bad.origin, bad.problem)))) == 1
     accelerator.free_memory()
     assert accelerator.run.examples.read() == []
-    accelerator.end_training()

@@ -20,7 +20,6 @@ def test_even_batches_can_be_set_before_prepare():
     accelerator.even_batches = False
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(3.0)), batch_size=1))
     assert len(list(loader)) == 2 - accelerator.process_index
-    accelerator.end_training()
 
 
 def test_prepared_objects_have_the_names_of_accelerate(tmp_path):

@@ -214,7 +214,6 @@ def test_a_look_of_rank_0_alone_changes_nothing():
         assert loader.state_dict() == alone.state_dict()
     assert loader.epoch == 3
     held.clear()
-    accelerator.free_memory()
 
 
 def test_draws_by_next_iter_are_of_one_order_after_the_other():
@@ -233,4 +232,3 @@ def test_draws_by_next_iter_are_of_one_order_after_the_other():
     loader.set_epoch(8)
     accelerator.backward(model(batch[:, None]).sum())
     assert loader.epoch == 8, "it was chosen after the batch"
-    accelerator.free_memory()

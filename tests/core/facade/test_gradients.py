@@ -39,7 +39,6 @@ def test_weights_are_exact_over_micro_batches_and_ranks():
             accelerator.backward(loss_of(model, x), weight=len(x))
     expected = reference_grad([rows(10)])  # one batch of all rows
     torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=1e-14)
-    accelerator.end_training()
 
 
 @pytest.mark.parametrize(("backwards", "warns"), [(1, True), (2, False), (4, False)])
@@ -54,7 +53,6 @@ def test_a_step_before_a_window_without_accumulate_is_full(backwards, warns, cap
         optimizer.zero_grad()
     said = [r for r in caplog.messages if "after 1 of the 2 backwards that accumulation: 2" in r]
     assert len(said) == warns
-    accelerator.end_training()
 
 
 @pytest.mark.ranks(2)
@@ -69,7 +67,6 @@ def test_one_window_inside_of_another_is_the_same_one():
     for model in models:
         expected = reference_grad(parts)
         torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=1e-14)
-    accelerator.end_training()
 
 
 @pytest.mark.ranks(2)
@@ -100,7 +97,6 @@ def test_a_model_that_has_no_part_in_the_last_micro_batch_of_a_window(strategy):
     for name, found in accelerator.get_state_dict(models[0]).items():
         torch.testing.assert_close(found, counted.state_dict()[name], rtol=1e-12, atol=1e-14)
     assert len(clamped) == 3
-    accelerator.end_training()
 
 
 @pytest.mark.ranks(2)
@@ -118,7 +114,6 @@ def test_models_with_windows_one_after_the_other_keep_what_others_left():
     )
     for model in models:
         torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=1e-14)
-    accelerator.end_training()
 
 
 @pytest.mark.ranks(2)
@@ -261,4 +256,3 @@ def test_metrics_hold_each_sample_once_also_after_a_resume():
     assert torch.cat([gather(x) for (x,) in fresh]).tolist() == list(range(8, 11))
     objects = [o for (x,) in loader for o in gather([str(i) for i in x.tolist()])]
     assert objects == [str(i) for i in range(11)]
-    accelerator.end_training()

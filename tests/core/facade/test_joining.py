@@ -60,7 +60,6 @@ def test_ranks_end_equal(window):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**steps)
     with accelerator.accumulate(model):
         assert accelerator.sync_gradients
-    accelerator.end_training()
 
 
 def batches_of(rank, counts):
@@ -114,7 +113,6 @@ def test_steps_are_those_of_one_process(counts, clears):
                     optimizer.zero_grad()
     expected = in_one_process(counts, clears).state_dict()
     torch.testing.assert_close(model.state_dict(), expected, rtol=1e-12, atol=1e-12)
-    accelerator.end_training()
 
 
 @pytest.mark.ranks(2, timeout=60)
@@ -138,7 +136,6 @@ def test_a_rank_without_batches_stands_in_where_a_script_has_its_own_windows():
             by_hand.zero_grad()
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
-    accelerator.end_training()
 
 
 @pytest.mark.parametrize("step", ["of two models", "with a weight"])

@@ -61,7 +61,6 @@ def test_ranks_step_alone_and_average(strategy):
     torch.testing.assert_close(
         [*model.parameters()], [*averaged_by_hand().parameters()], rtol=1e-12, atol=1e-14
     )
-    accelerator.end_training()
 
 
 def test_what_cannot_average_is_refused():

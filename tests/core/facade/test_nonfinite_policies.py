@@ -131,4 +131,3 @@ def test_a_step_is_skipped_for_gradients_of_its_own_optimizer_alone(strategy):
     expected, taken_by_one = of_its_head(4, 1)
     assert taken == taken_by_one == [True, False, True, True]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    accelerator.end_training()

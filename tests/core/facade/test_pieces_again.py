@@ -169,7 +169,6 @@ def test_a_try_that_fails_leaves_generators_buffers_and_the_window_as_they_were(
     for found, right in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(found.grad, right.grad, rtol=1e-12, atol=1e-12)
     assert accelerator.gradient_state.backwards == 2  # one of each piece of the batch
-    accelerator.free_memory()
 
 
 def test_a_row_alone_ends_the_run_as_ever_and_what_a_try_cannot_do_is_refused():
@@ -214,7 +213,6 @@ def test_the_loss_scale_of_fp16_is_in_the_gradients_of_pieces_that_are_computed_
     accelerator.each_piece(train, rows)
     assert room.failed == [8, 4, 4]
     torch.testing.assert_close(model.weight.grad / 8.0, rows.mean(0, keepdim=True))
-    accelerator.free_memory()
 
 
 def steps(accelerator, model, optimizer, rows):
@@ -363,7 +361,6 @@ def test_clearing_at_the_head_of_pieces_leaves_those_before():
     alone(rows).mean().backward()
     for found, right in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(found.grad, right.grad, rtol=1e-12, atol=1e-12)
-    accelerator.free_memory()
 
 
 def test_a_buffer_that_a_failed_try_makes_is_gone_and_narrow_losses_do_not_overflow():
@@ -381,7 +378,6 @@ def test_a_buffer_that_a_failed_try_makes_is_gone_and_narrow_losses_do_not_overf
     accelerator.each_piece(train, batch(0, 0)[0])
     assert model.most == 4
     assert [float(loss) for _, loss in accelerator._gradients.finite.losses] == [5.0, 5.0]
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)

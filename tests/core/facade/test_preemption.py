@@ -108,7 +108,6 @@ def test_a_script_that_asks_decides_itself(tmp_path):
     assert first[0] == first[1] < STEPS
     assert len(seen) == STEPS, "it went on"
     assert not (tmp_path / "checkpoints").exists()
-    parts[0].end_training()
 
 
 def test_the_loader_of_an_evaluation_ends_nothing():
@@ -134,7 +133,6 @@ def test_the_scripts_own_handler_stays(tmp_path):
     assert len(train(parts, lambda step: kill_myself() if step == 1 else None)) == STEPS
     assert mine == [1]
     signal.signal(signal.SIGTERM, before)
-    parts[0].end_training()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # the child only dies

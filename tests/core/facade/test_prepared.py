@@ -87,7 +87,6 @@ def test_model_prepared_again_after_free_memory():
         assert torch.equal(first, second)
         accelerator.free_memory(optimizer)
     assert not model._forward_pre_hooks
-    accelerator.end_training()
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])

@@ -53,7 +53,6 @@ def test_in_code_before_or_after_prepare_and_never_twice():
     other = accelerator.recompute(build(), mode="none")
     model = accelerator.prepare(other)
     assert calls_of_one_step() == [1, 1, 1]
-    accelerator.end_training()
 
 
 def test_what_was_refused_is_attached_once_it_is_mended():
@@ -79,7 +78,6 @@ def test_a_copy_has_its_own_parameters():
     assert twin.last.weight.grad is not None
     assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
     assert [block.calls for block in twin.blocks] == [2, 2, 2]
-    accelerator.end_training()
 
 
 @pytest.mark.ranks(2)
@@ -100,7 +98,6 @@ def test_inputs_are_split_over_an_axis_of_replicas():
     tokens = torch.randint(7, (20, ROWS))
     again(tokens).square().mean().backward()
     torch.testing.assert_close([*gradients], [p.grad for p in again.parameters()], rtol=0, atol=0)
-    accelerator.end_training()
 
 
 def test_wrong_use():

@@ -258,7 +258,6 @@ def test_pairs_and_rings_of_two_ranks():
     assert links.measure_waiting(clock, ranks) >= 0
     assert len(clock.samples["short trainings alone"]) == len(clock.samples["a ring alone"])
     ranks.close()
-    accelerator.end_training()
 
 
 def test_a_file_with_another_ending_is_refused(tmp_path):

@@ -246,4 +246,3 @@ def test_backward_has_the_buffers_of_its_forward(mode):
         assert [each.item() for each in calls] == [step + 2] * 2
     assert graphs() == 1
     assert all(block.calls is each for block, each in zip(model.blocks, calls, strict=True))
-    accelerator.free_memory()

@@ -60,7 +60,6 @@ def test_both_ranks_are_in_one_trace_on_one_clock(strategy, tmp_path):
         traces = {"profile_0.json", "profile_1.json", "trace.json.gz"}
         assert left == traces | {"costs.txt", "costs.json"}
     accelerator.wait_for_everyone()
-    accelerator.free_memory()
 
 
 def ranges(merged, prefix):
@@ -154,4 +153,3 @@ def test_files_are_those_of_this_profile_and_none_without_a_folder(tmp_path, mon
         steps(accelerator, model, optimizer)
     assert f"{FORWARD}blocks.0" in {row.key for row in profiler.key_averages()}
     assert not list((tmp_path / "empty").iterdir())
-    accelerator.free_memory()

@@ -65,7 +65,6 @@ def test_whole_weights_are_saved(name, kind, tmp_path):
         save(tmp_path, is_main_process=accelerator.is_main_process)
         accelerator.wait_for_everyone()
         assert not torch.load(tmp_path / "weights")["body.bias"].any()
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)

@@ -90,4 +90,3 @@ def test_switches_change_the_parameters_of_every_rank(tmp_path, strategy):
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.load_state(tmp_path)
     torch.testing.assert_close(evaluated(model, optimizer), evaluated(*plain[:2]))
-    accelerator.free_memory()

@@ -55,7 +55,6 @@ def test_two_gradients_and_more_dims_make_whole_results():
     torch.testing.assert_close(matrix + torch.ones(3, 4, 16), whole + torch.ones(3, 4, 16))
     torch._foreach_addcmul_([matrix], [whole], [whole], 0.5)
     torch.testing.assert_close(torch.tensor(matrix.tolist()), whole + 0.5 * whole * whole)
-    accelerator.free_memory()
 
 
 def test_it_has_no_memory_is_made_once_and_says_what_it_is():

@@ -85,7 +85,6 @@ def test_hooks_wait_for_averaged_gradients(way):
                         accelerator.backward(model(mine).square().mean() * steps / 2)
         found.append([model.weight.grad.clone() for model in models])
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
-    accelerator.end_training()
 
 
 class Careful(torch.optim.AdamW):

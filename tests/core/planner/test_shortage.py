@@ -93,7 +93,6 @@ def test_a_step_has_no_batch_in_memory():
     del x
     assert held() is None
     optimizer.step()
-    accelerator.end_training()
 
 
 @pytest.mark.ranks(2)
@@ -138,7 +137,6 @@ def test_where_more_is_lacking_the_change_is_larger():
     assert any(re.match(r"strategy: name: \w+ recompute: .* accumulation: 16 ", c) for c in changes)
     *_, last = ladder.lines(0)
     assert last.startswith("no known change fits, the least needs ")
-    accelerator.end_training()
 
 
 def test_a_language_model_may_need_its_loss_in_pieces():
@@ -153,7 +151,6 @@ def test_a_language_model_may_need_its_loss_in_pieces():
     (whole, *_) = ladder.lines(0)
     needed = float(re.search(r"needs ([\d.]+) MiB", whole)[1]) * 2**20
     assert named(ladder.lines(round(needed) - (800 << 10))) == "loss: chunked"
-    accelerator.end_training()
 
 
 def test_tries_of_batch_sizes_explain_nothing():
@@ -170,7 +167,6 @@ def test_tries_of_batch_sizes_explain_nothing():
 
     assert len(train()) == MOST
     assert [hasattr(error, "__notes__") for error in errors] == [False]
-    accelerator.end_training()
 
 
 def test_a_snapshot_of_the_allocator_is_left_in_the_folder(monkeypatch, tmp_path):

@@ -22,4 +22,3 @@ def test_a_step_allocates_the_predicted_bytes(name, strategy):
     for _ in range(2):  # the second time what stays in the process is there
         _, peak = measured(accelerator, subject, plain_section(plan), steps=1)
     assert -0.03 < plan.peak_bytes / peak - 1 < 0.08
-    accelerator.end_training()
