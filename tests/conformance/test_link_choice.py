@@ -117,15 +117,6 @@ def test_on_a_link_that_nothing_hides_every_strategy_takes_the_least_time(monkey
     check_slow_link("zero3", said, one_matrix)  # which stays whole, and goes on by updates
 
 
-@pytest.mark.exhaustive
-@pytest.mark.ranks(4, timeout=600)
-def test_hosts_of_two_ranks_choose_after_the_first_steps_too(monkeypatch):
-    spread(monkeypatch, 2)
-    said = listen(monkeypatch)
-    for form in ("ddp in buckets", "zero3 divided", "fsdp hybrid"):
-        check_slow_link(form, said)
-
-
 def test_ranks_with_other_times_agree_and_traffic_that_hides_stays_exact(monkeypatch):
     rank = spread(monkeypatch)
     said = listen(monkeypatch)
@@ -141,17 +132,6 @@ def test_ranks_with_other_times_agree_and_traffic_that_hides_stays_exact(monkeyp
         training.check_sent()
         check_alike(said)
         assert all("exact (exact); of exact" in line for line in said)
-        training.end()
-
-
-def test_declared_seconds_choose_at_prepare(monkeypatch):
-    spread(monkeypatch)
-    for seconds, name in ((HIDES_S, "exact"), (1e-9, "bf16")):
-        training = Choosing("ddp", backward_s=seconds, mbit_per_s=SLOW)
-        assert training.links.names == (name, "exact")
-        assert training.links.awaited == ()
-        training.train()
-        training.check_sent()
         training.end()
 
 
@@ -234,13 +214,3 @@ def test_the_report_has_the_promise_of_the_chosen_methods(monkeypatch, tmp_path)
         (model,) = json.loads(path.read_text())["models"]
         assert model["sent"] == {"/".join(key): count for key, count in promised.items()}
         assert "dp.far/all_to_all" in model["sent"]
-
-
-def test_steps_that_ranks_take_alone_do_not_count(monkeypatch):
-    rank = spread(monkeypatch)
-    training = Choosing("ddp").train(EXACT_STEPS - 1)
-    with training.accelerator.join_uneven_inputs([training.model]):
-        training.train(1 + 2 * rank)
-    assert training.links.is_open("gradients")
-    assert training.train().links.name_for("gradients") == "bf16"
-    training.end()

@@ -44,14 +44,3 @@ def test_gpt_trains_saves_and_resumes_where_it_was(python, tmp_path):
     assert "resumed at step 4" in resumed
     assert "after 6 steps" in resumed
     assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint_1", "checkpoint_2"]
-
-
-@pytest.mark.exhaustive
-def test_gpt_trains_under_auto_as_under_the_pinned_choice(python, tmp_path):
-    script = (str(EXAMPLES / "train_gpt.py"), *TINY, "--steps", "2")
-    chosen = python(*LAUNCH, "2", "--cpu", "--strategy", "auto", *script)
-    pin = tmp_path / "run" / "strategy.yaml"
-    assert "strategy:\n  name: " in pin.read_text()
-    pinned = python(*LAUNCH, "2", "--cpu", "--config", str(pin), *script, "--output", "other")
-    lines = [re.findall(r"held-out loss .*", text.split("sample:")[0]) for text in (chosen, pinned)]
-    assert lines[0] == lines[1] != []

@@ -121,23 +121,6 @@ def test_a_loop_trains_saves_and_goes_on(strategy, plain, tmp_path, monkeypatch)
     end(loop.fabric)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("after", STRATEGIES)
-def test_a_checkpoint_is_loaded_under_another_strategy(after, plain, tmp_path, monkeypatch):
-    launched(monkeypatch, tmp_path, "zero2")
-    loop = Loop(fabric_of("drivetrain"))
-    losses = loop.train(HALF)
-    loop.fabric.save(tmp_path / "half", loop.state)
-    end(loop.fabric)
-    launched(monkeypatch, tmp_path, after)
-    loop = Loop(fabric_of("drivetrain"))
-    loop.fabric.load(tmp_path / "half", state := loop.state)
-    loop.seen = state["seen"]
-    losses += loop.train(STEPS)
-    torch.testing.assert_close(losses, plain["losses"], rtol=1e-10, atol=0)
-    end(loop.fabric)
-
-
 @pytest.mark.parametrize("strategy", strategies("fsdp"))
 def test_weights_alone_are_a_file_as_fabric_writes_it(strategy, tmp_path, monkeypatch):
     launched(monkeypatch, tmp_path, strategy)

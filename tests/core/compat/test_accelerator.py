@@ -47,6 +47,8 @@ def test_places_of_a_process_along_the_axes_and_words_among_them(tmp_path):
         accelerator.save({"x": torch.ones(1)}, mine)
         assert mine.exists() == accelerator.is_main_process
         assert accelerator.reduce(torch.ones(1)).item() == accelerator.mesh["dp"].size
+        longer = accelerator.pad_across_processes(torch.ones(1 + accelerator.process_index))
+        assert longer.tolist() == [1, accelerator.process_index]
         count = 1 - accelerator.data_parallel_rank  # of the last replica there is no sample
         assert accelerator.metric_mean(2.0 if count else math.nan, count) == 2.0
         if accelerator.is_last_process:

@@ -57,7 +57,6 @@ def test_the_loss_of_one_rank_is_named_on_every_rank(monkeypatch, strategy, clip
     assert "rank 1: in step 2 the loss of micro-batch 1 is nan" in message
     assert "the loss" not in message.partition("rank 1")[0].partition("found")[2]
     assert all(map(torch.equal, before, weights(accelerator, model)))
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -72,7 +71,6 @@ def test_fast_steps_stop_a_little_later_and_save_nothing_before(monkeypatch, tmp
     with pytest.raises(NonFiniteError, match=r"rank 1: in step 2 the loss.*ends the run"):
         for _ in range(finite.MOST_STEPS):
             step(accelerator, model, optimizer, ROW, clip=False)
-    accelerator.free_memory()
 
 
 def test_on_an_accelerator_an_exchange_reads_what_the_one_before_copied(monkeypatch, tmp_path):
@@ -135,25 +133,6 @@ def test_each_of_several_models_has_its_own_turns():
     step(accelerator, model, optimizer, ROW, clip=False)
     with pytest.raises(NonFiniteError, match=r"the gradient of 0\.weight"):
         step(accelerator, other, second, ROW, clip=False)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_run_goes_back_to_its_newest_finite_checkpoint(tmp_path, strategy):
-    project = Project(project_dir=tmp_path, automatic_checkpoint_naming=True)
-    accelerator, model, optimizer = start(strategy, "rollback", project_config=project)
-    step(accelerator, model, optimizer, ROW)
-    accelerator.save_state()
-    saved = weights(accelerator, model)
-    step(accelerator, model, optimizer, ROW)
-    for _ in range(3):
-        step(accelerator, model, optimizer, bad_on_rank_1(accelerator))
-        assert all(map(torch.equal, saved, weights(accelerator, model)))
-        assert optimizer.steps == 1
-    step(accelerator, model, optimizer, ROW)
-    with pytest.raises(NonFiniteError, match="went back 3 times"):
-        step(accelerator, model, optimizer, bad_on_rank_1(accelerator))
-    accelerator.free_memory()
 
 
 @pytest.mark.parametrize("wait", [True, False])
