@@ -20,15 +20,11 @@ class RaiseSite:
     """A place in the code that makes an error.
 
     Attributes:
-        file: its path in the repository.
-        line: of the call.
         error: name of the class.
         code: the exit code of ``drivetrain launch``.
         message: the text, with an ellipsis for each value.
     """
 
-    file: str
-    line: int
     error: str
     code: int
     message: str
@@ -36,15 +32,14 @@ class RaiseSite:
 
 @cache
 def collect() -> list[RaiseSite]:
-    """Return all places in the order of files and lines."""
-    trees = {
-        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
+    """Return all places."""
+    trees = [
+        ast.parse(path.read_text())
         for folder in ("src", "plugins", "launch")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-    }
-    codes = _codes(trees.values())
-    found = (site for file, tree in trees.items() for site in _sites(file, tree, codes))
-    return sorted(found, key=lambda site: (site.file, site.line))
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    codes = _codes(trees)
+    return [site for tree in trees for site in _sites(tree, codes)]
 
 
 def _codes(trees: Iterable[ast.Module]) -> dict[str, int]:
@@ -65,10 +60,10 @@ def _codes(trees: Iterable[ast.Module]) -> dict[str, int]:
     return codes
 
 
-def _sites(file: str, tree: ast.Module, codes: dict[str, int]) -> Iterator[RaiseSite]:
+def _sites(tree: ast.Module, codes: dict[str, int]) -> Iterator[RaiseSite]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args and (error := _class_of(node.func)) in codes:
-            yield RaiseSite(file, node.lineno, error, codes[error], _text(node.args[0]))
+            yield RaiseSite(error, codes[error], _text(node.args[0]))
 
 
 def _class_of(function: ast.expr) -> str:

@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from drivetrain.data import skip_first_batches
-from drivetrain.data.loader import synchronize_rng_states
 from drivetrain.errors import CheckpointError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -215,8 +214,6 @@ def test_skipping_in_a_loader_that_is_not_prepared(counting):
     assert len(list(skipped)) == 3
     with pytest.raises(UsageError, match="-1"):
         skip_first_batches(DataLoader(data), -1)
-    with pytest.raises(UsageError, match=r"among .*'numpy'.*, found \['torch', 'dice'\]"):
-        synchronize_rng_states(["torch", "dice"])
 
 
 def test_position_in_another_dataset_or_of_another_kind_is_refused(prepare, counting):

@@ -31,6 +31,7 @@ def test_methods_properties_and_attributes_are_the_frozen_ones():
         if not (isinstance(each, type) and issubclass(each, Enum | Exception)):
             found.add(f"drivetrain.{name}{signature(each)}")
     assert found == set(SURFACE.read_text(encoding="utf-8").splitlines())
+    assert list(drivetrain.__all__) == sorted(drivetrain.__all__)
 
 
 def test_options_have_the_frozen_defaults_and_limits():

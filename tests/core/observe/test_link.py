@@ -3,12 +3,11 @@
 import pytest
 
 from drivetrain.cost import Traffic
-from drivetrain.errors import PreflightError
 from drivetrain.observe.figures import StepFigures
 from drivetrain.observe.recorder import LinkLoad
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
-from drivetrain.runtime.world import LINK_VARIABLE, World, host_link
+from drivetrain.runtime.world import World
 from drivetrain.strategy import Run
 
 LINK = 1e8
@@ -80,13 +79,3 @@ def test_who_is_warned_once_with_bytes_and_seconds(run):
     ):
         lines = told(run, seconds=seconds, waiting=waiting, megabytes=megabytes)
         assert bool(lines) == warned
-
-
-def test_link_comes_from_the_launcher(monkeypatch):
-    monkeypatch.delenv(LINK_VARIABLE, raising=False)
-    assert host_link() == 0
-    monkeypatch.setenv(LINK_VARIABLE, "1.5e8")
-    assert host_link() == 1.5e8
-    monkeypatch.setenv(LINK_VARIABLE, "fast")
-    with pytest.raises(PreflightError, match="found 'fast'; 'drivetrain launch' sets it"):
-        host_link()

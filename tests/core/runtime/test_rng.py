@@ -107,5 +107,5 @@ def test_states_of_rank_0_reach_every_rank():
     drawn = [None, None]
     dist.all_gather_object(drawn, [*draw(), torch.rand((), generator=generator).item()])
     assert drawn[0] == drawn[1]
-    with pytest.raises(UsageError, match="'dice'"):
-        synchronize_rng_states(["dice"])
+    with pytest.raises(UsageError, match=r"among .*'numpy'.*, found \['torch', 'dice'\]"):
+        synchronize_rng_states(["torch", "dice"])
