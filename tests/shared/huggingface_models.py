@@ -21,75 +21,43 @@ HEADS, WIDTH, FEEDFORWARD = 6, 48, 40
 
 def llama(layers: int = 2, *, kv_heads: int = 6, tied: bool = False) -> nn.Module:
     """Return a Llama; with fewer key-value heads, grouped-query attention."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=WIDTH,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=kv_heads,
-        intermediate_size=FEEDFORWARD,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-        attention_bias=True,
-        mlp_bias=True,
-    )
-    return _prepared(LlamaForCausalLM(config))
+    own = {"num_key_value_heads": kv_heads, "attention_bias": True, "mlp_bias": True}
+    return _made("LlamaForCausalLM", layers, tie_word_embeddings=tied, **own)
 
 
 def gpt2(layers: int = 2, *, dropout: float = 0.0) -> nn.Module:
     """Return a GPT-2: fused and transposed projections, a head tied to the embedding."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_embd=WIDTH,
-        n_layer=layers,
-        n_head=HEADS,
-        n_inner=FEEDFORWARD,
-        n_positions=32,
-        vocab_size=VOCABULARY,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return _prepared(GPT2LMHeadModel(config))
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return _made("GPT2LMHeadModel", layers, n_inner=FEEDFORWARD, **drops, **ends)
 
 
 def bert(layers: int = 2, *, dropout: float = 0.0) -> nn.Module:
     """Return a BERT: a tied head with a bias of its own, post-norm blocks."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        hidden_size=WIDTH,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        intermediate_size=FEEDFORWARD,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=32,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-    )
-    return _prepared(BertForMaskedLM(config))
+    drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
+    return _made("BertForMaskedLM", layers, **drops)
 
 
 def neox(layers: int = 2) -> nn.Module:
     """Return a GPT-NeoX: projections interleaved by head, attention beside feed-forward."""
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+    return _made("GPTNeoXForCausalLM", layers, bos_token_id=0, eos_token_id=0)
 
-    config = GPTNeoXConfig(
+
+def _made(name: str, layers: int, **options: object) -> nn.Module:
+    """Return a model of transformers by its class; options are those of its configuration."""
+    import transformers
+
+    kind = getattr(transformers, name)
+    config = kind.config_class(
         hidden_size=WIDTH,
         num_hidden_layers=layers,
         num_attention_heads=HEADS,
         intermediate_size=FEEDFORWARD,
         vocab_size=VOCABULARY,
         max_position_embeddings=32,
-        bos_token_id=0,
-        eos_token_id=0,
+        **options,
     )
-    return _prepared(GPTNeoXForCausalLM(config))
+    return _prepared(kind(config))
 
 
 def encoder(layers: int = 2, *, dropout: float = 0.0) -> nn.Module:

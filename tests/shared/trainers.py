@@ -5,6 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,42 +160,35 @@ def train_sft(
 
 
 def train_dpo(
-    made: Callable[[type], type], folder: Path, ranks: int, **changed: Any
+    made: Callable[[type], type],
+    folder: Path,
+    ranks: int,
+    *,
+    adapters: bool = False,
+    **changed: Any,
 ) -> dict[str, Any]:
-    """Train TRL's DPOTrainer beside a reference model, a copy of the first weights."""
-    import trl
-    from datasets import Dataset
+    """Train TRL's DPOTrainer beside a reference model, a copy of the first weights.
 
-    data = [{"prompt": p, "chosen": right, "rejected": wrong} for p, right, wrong in prompts()]
-    model = tiny_llama()
-    trainer = made(trl.DPOTrainer)(
-        model,
-        ref_model=copy.deepcopy(model),
-        args=arguments(trl.DPOConfig, folder, ranks, learning_rate=1e-3, **changed),
-        train_dataset=Dataset.from_list(data),
-        processing_class=tokenizer(),
-    )
-    trainer.train()
-    return record(trainer, folder) | metrics(trainer, "rewards/margins", "logps/chosen")
-
-
-def train_lora(
-    made: Callable[[type], type], folder: Path, ranks: int, **changed: Any
-) -> dict[str, Any]:
-    """Train adapters of peft with TRL's DPOTrainer; the reference is the model without them."""
+    Of a model with adapters of peft the reference is the one without them.
+    """
     import trl
     from datasets import Dataset
     from peft import LoraConfig
 
     data = [{"prompt": p, "chosen": right, "rejected": wrong} for p, right, wrong in prompts()]
+    model = tiny_llama()
+    beside: dict[str, Any] = {"ref_model": copy.deepcopy(model)}
+    if adapters:
+        places = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+        beside = {"peft_config": LoraConfig(r=4, lora_alpha=8, **places)}
+    else:
+        changed["learning_rate"] = 1e-3
     trainer = made(trl.DPOTrainer)(
-        tiny_llama(),
+        model,
         args=arguments(trl.DPOConfig, folder, ranks, **changed),
         train_dataset=Dataset.from_list(data),
         processing_class=tokenizer(),
-        peft_config=LoraConfig(
-            r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
-        ),
+        **beside,
     )
     trainer.train()
     return record(trainer, folder) | metrics(trainer, "rewards/margins", "logps/chosen")
@@ -205,7 +199,8 @@ def metrics(trainer: Any, *names: str) -> dict[str, Any]:
     return {name: [entry[name] for entry in history if name in entry] for name in names}
 
 
-TRAININGS = {"causal": train_causal, "sft": train_sft, "dpo": train_dpo, "lora": train_lora}
+TRAININGS = {"causal": train_causal, "sft": train_sft, "dpo": train_dpo}
+TRAININGS["lora"] = partial(train_dpo, adapters=True)
 
 
 def train(name: str, made: Callable[[type], type], *args: Any, **options: Any) -> dict[str, Any]:

@@ -8,28 +8,20 @@ from families.family import Family, hf
 KIND = "decoders"
 
 TEXT: dict[str, Any] = {
-    "vocab_size": WORDS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-    "pad_token_id": PADDING,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": PADDING,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 GROUPED: dict[str, Any] = {**TEXT, "num_key_value_heads": 2}
 """Two queries share a key."""
 
-OLDER: dict[str, Any] = {
-    "vocab_size": WORDS,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 32,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+ENDS: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2}
+OLDER: dict[str, Any] = {**ENDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+NEO: dict[str, Any] = {
+    **ENDS, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 4,
+    "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 32,
+}  # fmt: skip
+MPT = {"vocab_size": WORDS, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 32}
 HEADS_OF_8 = {"head_dim": 8}
 
 
@@ -46,20 +38,7 @@ DECODERS = {
     "phi": _decoder("PhiForCausalLM", TEXT),
     "phi3": _decoder("Phi3ForCausalLM", GROUPED),
     "gpt2": _decoder("GPT2LMHeadModel", OLDER),
-    "gpt-neo": _decoder(
-        "GPTNeoForCausalLM",
-        {
-            "vocab_size": WORDS,
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": 4,
-            "max_position_embeddings": 32,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
+    "gpt-neo": _decoder("GPTNeoForCausalLM", NEO),
     "gpt-neox": _decoder("GPTNeoXForCausalLM", TEXT),
     "gpt-j": _decoder("GPTJForCausalLM", OLDER, rotary_dim=4),
     "gpt-bigcode": _decoder("GPTBigCodeForCausalLM", OLDER),
@@ -71,10 +50,7 @@ DECODERS = {
     "falcon-new": _decoder(
         "FalconForCausalLM", TEXT, new_decoder_architecture=True, num_kv_heads=2, alibi=False
     ),
-    "mpt": _decoder(
-        "MptForCausalLM",
-        {"vocab_size": WORDS, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 32},
-    ),
+    "mpt": _decoder("MptForCausalLM", MPT),
     "gemma": _decoder("GemmaForCausalLM", GROUPED, **HEADS_OF_8),
     "gemma2": _decoder("Gemma2ForCausalLM", GROUPED, **HEADS_OF_8, sliding_window=4),
     "gemma3": _decoder("Gemma3ForCausalLM", GROUPED, **HEADS_OF_8, sliding_window=4),

@@ -8,23 +8,12 @@ from families.family import Family, hf
 KIND = "encoder-decoders"
 
 ENDS: dict[str, Any] = {
-    "vocab_size": WORDS,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "decoder_start_token_id": 1,
-}
-BOTH_HALVES: dict[str, Any] = {
-    **ENDS,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 32,
-}
+}  # fmt: skip
+HALF = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+BOTH_HALVES: dict[str, Any] = {**ENDS, "d_model": 32, "max_position_embeddings": 32}
+BOTH_HALVES |= {f"{half}_{key}": n for half in ("encoder", "decoder") for key, n in HALF.items()}
 T5: dict[str, Any] = {
     **ENDS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """Encoders of text, each with the head of another task."""
 
+from functools import partial
 from typing import Any
 
 from families.batches import (
@@ -15,69 +16,33 @@ from families.family import hf
 KIND = "encoders"
 NARROW: dict[str, Any] = {**TEXT, "embedding_size": 16}
 
+_padded = partial(hf, KIND, batch=padded_text)
+_marked = partial(hf, KIND, batch=marked_words)
+_classified = partial(hf, KIND, batch=classified_text)
+
+DISTILLED = {"vocab_size": TEXT["vocab_size"], "max_position_embeddings": 32}
+DISTILLED |= {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+PERMUTED = {"vocab_size": TEXT["vocab_size"], "d_model": 32, "d_inner": 48}
+RELATIVE: dict[str, Any] = {
+    "relative_attention": True, "position_biased_input": False, "pos_att_type": ["p2c", "c2p"]
+}  # fmt: skip
+
 ENCODERS = {
-    "bert": hf(KIND, "BertForMaskedLM", padded_text, **TEXT),
+    "bert": _padded("BertForMaskedLM", **TEXT),
     "bert-pretraining": hf(KIND, "BertForPreTraining", sentence_pairs, **TEXT),
-    "roberta": hf(
-        KIND, "RobertaForTokenClassification", marked_words, **{**TEXT, "pad_token_id": 1}
+    "roberta": _marked("RobertaForTokenClassification", **{**TEXT, "pad_token_id": 1}),
+    "distilbert": hf(KIND, "DistilBertForQuestionAnswering", answered_text, **DISTILLED),
+    "albert": _padded("AlbertForMaskedLM", **NARROW),
+    "electra": _marked("ElectraForPreTraining", **NARROW),
+    "deberta-v2": _classified("DebertaV2ForSequenceClassification", **TEXT, **RELATIVE),
+    "modernbert": _padded("ModernBertForMaskedLM", **TEXT, cls_token_id=1, sep_token_id=2),
+    "xlnet": _classified("XLNetForSequenceClassification", **PERMUTED, n_layer=2, n_head=4),
+    "mpnet": _padded("MPNetForMaskedLM", **TEXT),
+    "fnet": _marked("FNetForMaskedLM", **TEXT),
+    "convbert": _padded("ConvBertForMaskedLM", **{**TEXT, "embedding_size": 32}, head_ratio=2),
+    "rembert": _padded(
+        "RemBertForMaskedLM", **TEXT, input_embedding_size=16, output_embedding_size=24
     ),
-    "distilbert": hf(
-        KIND,
-        "DistilBertForQuestionAnswering",
-        answered_text,
-        vocab_size=TEXT["vocab_size"],
-        dim=32,
-        hidden_dim=48,
-        n_layers=2,
-        n_heads=4,
-        max_position_embeddings=32,
-    ),
-    "albert": hf(KIND, "AlbertForMaskedLM", padded_text, **NARROW),
-    "electra": hf(KIND, "ElectraForPreTraining", marked_words, **NARROW),
-    "deberta-v2": hf(
-        KIND,
-        "DebertaV2ForSequenceClassification",
-        classified_text,
-        **TEXT,
-        relative_attention=True,
-        position_biased_input=False,
-        pos_att_type=["p2c", "c2p"],
-    ),
-    "modernbert": hf(
-        KIND, "ModernBertForMaskedLM", padded_text, **TEXT, cls_token_id=1, sep_token_id=2
-    ),
-    "xlnet": hf(
-        KIND,
-        "XLNetForSequenceClassification",
-        classified_text,
-        vocab_size=TEXT["vocab_size"],
-        d_model=32,
-        n_layer=2,
-        n_head=4,
-        d_inner=48,
-    ),
-    "mpnet": hf(KIND, "MPNetForMaskedLM", padded_text, **TEXT),
-    "fnet": hf(KIND, "FNetForMaskedLM", marked_words, **TEXT),
-    "convbert": hf(
-        KIND, "ConvBertForMaskedLM", padded_text, **{**TEXT, "embedding_size": 32}, head_ratio=2
-    ),
-    "rembert": hf(
-        KIND,
-        "RemBertForMaskedLM",
-        padded_text,
-        **TEXT,
-        input_embedding_size=16,
-        output_embedding_size=24,
-    ),
-    "squeezebert": hf(
-        KIND, "SqueezeBertForMaskedLM", padded_text, **{**TEXT, "embedding_size": 32}
-    ),
-    "esm": hf(
-        KIND,
-        "EsmForMaskedLM",
-        padded_text,
-        **TEXT,
-        position_embedding_type="rotary",
-        mask_token_id=5,
-    ),
+    "squeezebert": _padded("SqueezeBertForMaskedLM", **{**TEXT, "embedding_size": 32}),
+    "esm": _padded("EsmForMaskedLM", **TEXT, position_embedding_type="rotary", mask_token_id=5),
 }

@@ -1,6 +1,6 @@
 """A family of models: how a tiny one is built, its batches, and the loss of a batch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -119,8 +119,3 @@ def numbers(seed: int, *shape: int) -> Tensor:
 def integers(seed: int, low: int, high: int, *shape: int) -> Tensor:
     """Return integers of shape (ROWS, \\*shape) in [low, high)."""
     return torch.randint(low, high, (ROWS, *shape), generator=generator(seed))
-
-
-def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options in which later ones win."""
-    return {key: value for part in parts for key, value in part.items()}

@@ -1,5 +1,6 @@
 """Models of images together with text."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,20 +12,32 @@ from families.vision import ENCODER, PATCHES
 
 KIND = "multimodal"
 
+PROJECTED = {"projection_dim": 16}
+SHORT: dict[str, Any] = {**TEXT, "max_position_embeddings": 16}
 CLIP: dict[str, Any] = {
-    "text_config": {
-        **TEXT,
-        "max_position_embeddings": 16,
-        "eos_token_id": WORDS - 1,
-        "projection_dim": 16,
-    },
-    "vision_config": {**ENCODER, **PATCHES, "projection_dim": 16},
-    "projection_dim": 16,
+    "text_config": {**SHORT, "eos_token_id": WORDS - 1, **PROJECTED},
+    "vision_config": {**ENCODER, **PATCHES, **PROJECTED},
+    **PROJECTED,
+}
+SIGLIP: dict[str, Any] = {
+    "text_config": {**SHORT, "projection_size": 32}, "vision_config": {**ENCODER, **PATCHES}
+}  # fmt: skip
+LLAVA: dict[str, Any] = {
+    "text_config": {"model_type": "llama", **GROUPED},
+    "vision_config": {"model_type": "clip_vision_model", **ENCODER, **PATCHES},
+}
+SIGHTED = {"model_type": "siglip_vision_model", "projection_dim": 32, "vision_use_head": False}
+PALIGEMMA: dict[str, Any] = {
+    "text_config": {"model_type": "gemma", **GROUPED, "head_dim": 8},
+    "vision_config": {**ENCODER, **PATCHES, **SIGHTED},
+    **{"projection_dim": 32, "hidden_size": 32},
 }
 PICTURE = WORDS - 1
 """The word in whose place a patch of an image stands."""
 
 PATCHES_OF_IMAGE = (IMAGE // PATCHES["patch_size"]) ** 2
+LLAVA |= {"image_token_index": PICTURE, "image_seq_length": PATCHES_OF_IMAGE}
+PALIGEMMA |= {"image_token_index": PICTURE}
 
 
 def _illustrated_text(seed: int) -> Batch:
@@ -66,40 +79,13 @@ def _vision_encoder_decoder():
     return transformers.VisionEncoderDecoderModel(config)
 
 
+_family = partial(hf, KIND)
+
 MULTIMODAL = {
-    "clip": hf(KIND, "CLIPModel", captioned_images, **CLIP),
-    "siglip": hf(
-        KIND,
-        "SiglipModel",
-        captioned_images,
-        text_config={**TEXT, "max_position_embeddings": 16, "projection_size": 32},
-        vision_config={**ENCODER, **PATCHES},
-    ),
-    "llava": hf(
-        KIND,
-        "LlavaForConditionalGeneration",
-        _illustrated_text,
-        text_config={"model_type": "llama", **GROUPED},
-        vision_config={"model_type": "clip_vision_model", **ENCODER, **PATCHES},
-        image_token_index=PICTURE,
-        image_seq_length=PATCHES_OF_IMAGE,
-    ),
-    "paligemma": hf(
-        KIND,
-        "PaliGemmaForConditionalGeneration",
-        _illustrated_text,
-        text_config={"model_type": "gemma", **GROUPED, "head_dim": 8},
-        vision_config={
-            "model_type": "siglip_vision_model",
-            **ENCODER,
-            **PATCHES,
-            "projection_dim": 32,
-            "vision_use_head": False,
-        },
-        image_token_index=PICTURE,
-        projection_dim=32,
-        hidden_size=32,
-    ),
-    "vilt": hf(KIND, "ViltForQuestionAnswering", _answered_images, **TEXT, **PATCHES, num_labels=3),
+    "clip": _family("CLIPModel", captioned_images, **CLIP),
+    "siglip": _family("SiglipModel", captioned_images, **SIGLIP),
+    "llava": _family("LlavaForConditionalGeneration", _illustrated_text, **LLAVA),
+    "paligemma": _family("PaliGemmaForConditionalGeneration", _illustrated_text, **PALIGEMMA),
+    "vilt": _family("ViltForQuestionAnswering", _answered_images, **TEXT, **PATCHES, num_labels=3),
     "vision-encoder-decoder": plain(KIND, _vision_encoder_decoder, _described),
 }
