@@ -26,48 +26,8 @@ CREDENTIALS_EXPIRE_S = 10
 """Life of a job's credential. SLURM starts a requeued job one second after its end, and not before:
 nodes refuse a credential of the second in which they ended the job's first life."""
 
-SLURM_CONF = """
-ClusterName=test
-SlurmctldHost=n1
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={state}/munge.sock,cred_expire={expire}
-StateSaveLocation={state}/controller
-SlurmdSpoolDir={state}/spool.%n
-SlurmctldPidFile={state}/slurmctld.pid
-SlurmdPidFile={state}/slurmd.%n.pid
-SlurmctldLogFile={state}/slurmctld.log
-SlurmdLogFile={state}/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerParameters=sched_interval=1
-SlurmdParameters=config_overrides
-ReturnToService=2
-KillWait=5
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE
-"""
-
-SETUP = """
-mount -t overlay overlay -o lowerdir={root}/usr:/usr /usr
-mount --bind {state}/passwd /etc/passwd
-mkdir -p /run/sshd; mount -t tmpfs -o mode=755 tmpfs /run/sshd
-mkdir -p /etc/ssh/ssh_config.d; mount -t tmpfs tmpfs /etc/ssh/ssh_config.d
-cp {state}/ssh/client /etc/ssh/ssh_config.d/hosts.conf
-export SLURM_CONF={state}/slurm.conf
-if [ "$1" = n1 ]; then
-  munged -f -S {state}/munge.sock --key-file={state}/munge/key --pid-file={state}/munged.pid \\
-    --log-file={state}/munged.log --seed-file={state}/munge/seed
-  slurmctld -c
-fi
-slurmd -N "$1" -d /usr/sbin/slurmstepd
-/usr/sbin/sshd -f {state}/ssh/server
-"""
+FOLDER = Path(__file__).with_name("cluster")
+SLURM_CONF, SETUP = (FOLDER.joinpath(name).read_text() for name in ("slurm.conf", "setup.sh"))
 
 
 def fetched(folder: Path) -> str:
