@@ -66,19 +66,6 @@ def check(directory, world):
         return found.world_size
 
 
-@pytest.mark.ranks(3)
-def test_one_rank_saves_and_three_load_and_the_other_way(tmp_path):
-    world = World.discover(cpu=True)
-    if world.is_main:
-        save(tmp_path / "one", World())
-    dist.barrier()
-    assert check(tmp_path / "one", world) == 1
-    save(tmp_path / "three", world)
-    assert check(tmp_path / "three", World()) == 3
-    save(tmp_path / "three", world, overwrite=True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "three"]
-
-
 def raises_the_same(world, message, work):
     with pytest.raises(CheckpointError, match=message) as caught:
         work()

@@ -203,27 +203,6 @@ def test_mixing_weighted_and_unweighted_losses_is_refused():
         accelerator.backward(loss_of(model, rows(2)))
 
 
-def test_steps_and_schedule_wait_for_the_window():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    before = model.weight.detach().clone()
-    rates = []
-    for i in range(4):
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, rows(2)))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        rates.append(scheduler.get_last_lr()[0])
-        if i == 0:
-            assert torch.equal(model.weight, before)
-            assert model.weight.grad is not None
-    assert rates == [1.0, 0.5, 0.5, 0.25]
-
-
 def test_a_schedule_of_n_steps_takes_n_steps_and_no_more():
     accelerator = Accelerator(cpu=True)
     model = linear()

@@ -154,7 +154,7 @@ def test_a_language_model_may_need_its_loss_in_pieces():
 
 
 def test_tries_of_batch_sizes_explain_nothing():
-    accelerator, model, _ = prepared()
+    _accelerator, model, _ = prepared()
     errors = []
 
     @find_executable_batch_size(starting_batch_size=MOST + 1)
