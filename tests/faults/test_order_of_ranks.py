@@ -100,7 +100,6 @@ def test_a_barrier_where_others_step():
     message = str(caught.value)
     assert re.search(r"rank 0: optimizer\.step\(\).* at test_order_of_ranks\.py:\d+", message)
     assert re.search(r"rank 1: wait_for_everyone at test_order_of_ranks\.py:\d+", message)
-    training.accelerator.free_memory()
 
 
 def test_loops_with_different_numbers_of_batches_are_no_error():
@@ -112,4 +111,3 @@ def test_loops_with_different_numbers_of_batches_are_no_error():
             training.optimizer.zero_grad()
     training.accelerator.backward(training.model(torch.ones(1, 4)).sum())
     training.optimizer.step()
-    training.accelerator.free_memory()

@@ -132,4 +132,3 @@ def test_a_reduction_that_is_wrong_on_one_rank_is_found():
         step(wrong=number == 3 and accelerator.process_index == 1)
     with pytest.raises(RankMismatchError, match=r"step 4.*0\.weight"):
         step(wrong=False)
-    accelerator.free_memory()

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -29,6 +29,7 @@ from _pytest.assertion.rewrite import rewrite_asserts
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _world
 
+from drivetrain import Accelerator
 from drivetrain.runtime.world import LOOPBACK
 from drivetrain.testing.messages import Kind, RankOutcome, RankTest
 
@@ -48,7 +49,7 @@ def execute(job: RankTest) -> Iterator[RankOutcome]:
     _freeze()
     guard = LeakGuard()
     try:
-        with _warnings(job), _joined(job):
+        with _warnings(job), _joined(job), _freed():
             yield _outcome_of(job)
     except Exception as error:
         yield _failure(job, error)
@@ -57,6 +58,24 @@ def execute(job: RankTest) -> Iterator[RankOutcome]:
     kind: Kind = "failed" if leaks else "passed"
     worn = len(_kept) > _MOST_KEPT
     yield RankOutcome(job.rank, kind, "the test left something behind", "\n".join(leaks), worn=worn)
+
+
+@contextmanager
+def _freed() -> Iterator[None]:
+    """Free the Accelerators that are made meanwhile, the last one first, when all have ended."""
+    made: list[Accelerator] = []
+    own = Accelerator.__init__
+
+    @wraps(own)
+    def noted(accelerator: Accelerator, *args: Any, **options: Any) -> None:
+        own(accelerator, *args, **options)
+        made.append(accelerator)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Accelerator, "__init__", noted)
+        yield
+    while made:
+        made.pop().free_memory()
 
 
 def _outcome_of(job: RankTest) -> RankOutcome:

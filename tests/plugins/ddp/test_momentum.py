@@ -260,7 +260,6 @@ def test_what_crossed_and_what_is_kept_are_the_momenta_of_all_gradients(monkeypa
     kept = accelerator.reduce(kept, "sum").view_as(parameter)
     assert kept.abs().max() > 1e-4 * due.abs().max()
     torch.testing.assert_close(crossed + kept, due, rtol=0, atol=1e-6)
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -278,7 +277,6 @@ def test_parameters_of_another_model_step_as_ever(monkeypatch):
         optimizer.step()
         assert optimizer.state[second.weight]["exp_avg_sq"].mean() > 2 * before.mean()
         optimizer.zero_grad()
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -294,7 +292,6 @@ def test_groups_and_parameters_that_come_later_are_checked(monkeypatch):
     low = nn.Linear(64, 64).bfloat16()
     with pytest.raises(ConfigError, match="momenta and variances of fp32"):
         accelerator.prepare(low, AdamW(low.parameters()))
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -313,7 +310,6 @@ def test_no_element_moves_further_than_adam_would_move_it(monkeypatch):
         optimizer.zero_grad()
         longest = 0.01 * (1 - 0.9) / (1 - 0.999) ** 0.5
         assert (layer.weight.detach() - before).abs().max() <= longest * (1 + 1e-4)
-    accelerator.free_memory()
 
 
 @EACH
@@ -330,7 +326,6 @@ def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkey
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(UsageError, match="without a closure"):
         optimizer.step(lambda: 0.0)
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -345,7 +340,6 @@ def test_models_in_bfloat16_and_one_group_over_several_hosts_are_refused_under_f
     accelerator = accelerator_of("fsdp", form={"shard_size": 2})
     with pytest.raises(ConfigError, match="a group of ranks on each host"):
         prepared(accelerator)
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -388,7 +382,6 @@ def test_ranks_without_batches_have_no_momenta_for_the_others(monkeypatch):
     refused = pytest.raises(UsageError, match="Ddp cannot stand in")
     with refused, accelerator.join_uneven_inputs([model]):
         train(accelerator, model, optimizer, range(1 + accelerator.process_index))
-    accelerator.free_memory()
 
 
 def check_links(name, gradients="onebit", precision="no", *, warmup=9, **options):

@@ -48,7 +48,6 @@ def test_values_are_those_of_plain_construction(ranks):
     ids = torch.arange(6).view(2, 3)
     with torch.no_grad():
         torch.testing.assert_close(model(ids), plain(ids))
-    accelerator.free_memory()
 
 
 def peak_of(action, trace):
@@ -87,4 +86,3 @@ def test_no_rank_ever_has_the_whole_model(tmp_path, monkeypatch):
     assert peak_of(tower, trace) == BLOCKS * BLOCK  # it does measure
     # Half the model, the block at work, the next one, one more; and activations.
     assert peak_of(run, trace) <= (BLOCKS / 2 + 3.5) * BLOCK
-    accelerator.free_memory()

@@ -95,7 +95,6 @@ def test_facts_are_those_of_distribute_tensor(strategy, world):
     with torch.no_grad():
         loss_of(model)
     check_doubled(accelerator, model)
-    accelerator.free_memory()
 
 
 @pytest.mark.parametrize("sharding", ["full", "grad"])
@@ -108,7 +107,6 @@ def test_what_is_written_is_not_hidden_by_whole_values(sharding):
             accelerator.backward(loss)
             optimizer.zero_grad()
         check_doubled(accelerator, model)
-    accelerator.free_memory()
 
 
 def test_exchange_with_fully_shard(tmp_path):
@@ -131,7 +129,6 @@ def test_exchange_with_fully_shard(tmp_path):
     everyone(None)
     dcp.load(dict(accelerator.dtensors(model)), checkpoint_id=tmp_path / "theirs")
     check_values(accelerator, model, {name: 3 * tensor for name, tensor in expected.items()})
-    accelerator.free_memory()
 
 
 def test_strategies_without_rows_and_ranks_with_whole_tensors_are_refused():

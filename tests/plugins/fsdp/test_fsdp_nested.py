@@ -75,7 +75,6 @@ def test_windows_over_cells_and_pipelines():
     twins.accelerator.free_memory()
     twins = twins_of("blocks", pp=2)
     train(twins, range(2))
-    twins.accelerator.free_memory()
 
 
 @pytest.mark.exhaustive
@@ -84,4 +83,3 @@ def test_hybrid_inside():
     """Of four data-parallel ranks pairs divide a cell's share, and replicate it once more."""
     twins = twins_of("blocks", {**FSDP, "sharding": "hybrid", "shard_size": 2}, tp=2)
     train(twins, range(1))
-    twins.accelerator.free_memory()

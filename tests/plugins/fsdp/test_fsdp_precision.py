@@ -74,7 +74,6 @@ def test_two_dtypes_travel_as_one(options, reduce, sizes):
         whole = sum(everyone(found)) / (accelerator.num_processes // 2)
         assert whole == matrices * matrix + vectors * vector
     twins.check_moved(0.05, rounded=2.0**-8)
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -103,7 +102,6 @@ def test_without_masters():
     for name, tensor in twin.state_dict().items():
         assert found[name].dtype is tensor.dtype
         torch.testing.assert_close(found[name], tensor, rtol=2e-2, atol=2e-3)
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(3)
@@ -114,4 +112,3 @@ def test_a_third_of_a_gradient_has_the_digits_of_the_wire():
     accelerator.backward(model(torch.ones(1, WIDTH)).sum())
     for piece in accelerator.strategy_of(model).gradients():
         torch.testing.assert_close(piece, torch.ones_like(piece), rtol=0, atol=1e-6)
-    accelerator.free_memory()

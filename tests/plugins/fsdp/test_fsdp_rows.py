@@ -131,7 +131,6 @@ def test_rows_are_those_of_chunk(size):
     for name, ours in twins.model.named_parameters():
         theirs = twins.twin.get_parameter(name)
         assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
-    accelerator.free_memory()
 
 
 def trained(model):
@@ -166,4 +165,3 @@ def test_one_gather_and_one_reduction_per_unit():
     twins.check()
     dtypes = [p.dtype for p in twins.model.parameters()]
     assert dtypes == [p.dtype for p in twins.twin.parameters()]
-    accelerator.free_memory()

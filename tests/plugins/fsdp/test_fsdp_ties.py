@@ -156,7 +156,6 @@ def test_kept_until_somebody_steps():
     twins.step()
     assert_freed(twins)
     twins.check()
-    accelerator.free_memory()
 
 
 def labels_of_gathers(twins):

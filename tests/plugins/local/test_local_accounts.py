@@ -107,7 +107,6 @@ def test_bytes_between_hosts(monkeypatch, late_s):
     promised = run.check_bytes()
     told = {"dp.near"} if late_s and run.accelerator.process_index % 2 == 0 else set()
     assert {axis for axis, _ in promised} == {"dp", "dp.far"} | told
-    run.accelerator.free_memory()
 
 
 def test_ranks_and_workers_agree_and_cross_links():
@@ -177,7 +176,6 @@ def test_a_step_on_paper_agrees_with_the_cost(monkeypatch, method):
     held = step.held[0]["outer"] + step.held[0].get("errors of links", 0)
     assert drawn == pytest.approx(promised, rel=1e-3)
     assert held == pytest.approx(cost.held["outer"], rel=1e-3)
-    run.accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -206,4 +204,3 @@ def test_pieces_of_matrices_are_encoded(monkeypatch, inner, method):
     hosts(monkeypatch)
     run = Run(Rounds(every=3), inner, workers="hosts", gradients=method)
     run.check_bytes()
-    run.accelerator.free_memory()

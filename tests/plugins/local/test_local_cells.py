@@ -69,7 +69,6 @@ def test_two_hosts(monkeypatch, ranks, inner, rounds):
     emulate_hosts(monkeypatch, dist.get_world_size() // 2)
     training = CellTraining(inner, rounds, clip=0.5)
     check_against(training, words_by_hand(2, ranks, rounds, clip=0.5), 9)
-    training.close()
 
 
 def test_workers_have_masks_of_their_own(monkeypatch):
@@ -82,7 +81,6 @@ def test_workers_have_masks_of_their_own(monkeypatch):
     assert everyone[0] == everyone[1]
     assert everyone[2] == everyone[3]
     assert everyone[0] != everyone[2]
-    training.close()
 
 
 @pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
@@ -104,7 +102,6 @@ def test_bytes_of_a_round(monkeypatch, inner, method):
         assert far == {key: count for key, count in cost.sent.items() if key[0] == "dp.far"}
     outer = [p for p in held_parameters(training.model) if p.requires_grad]
     assert cost.held["outer"] >= 2 * sum(p.untyped_storage().nbytes() for p in outer)
-    training.close()
 
 
 REFUSED = [

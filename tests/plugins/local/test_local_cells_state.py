@@ -65,7 +65,6 @@ def test_outer_weights_follow_what_a_script_writes(monkeypatch):
     assert training.outer()["blocks.0.up.weight"].eq(3.0).all()
     training.run(3, 4)
     assert training.outer()["blocks.0.up.weight"].sub(3.0).abs().max() < 0.5
-    training.close()
 
 
 def errors_of(training):
@@ -98,8 +97,6 @@ def test_errors_of_parts_are_not_those_of_whole_parameters(monkeypatch, folder):
     assert before["positions.table"] != 0
     expected = pytest.approx(before["positions.table"], rel=1e-6)
     assert after["positions.table"] == expected
-    divided.close()
-    whole.close()
 
 
 @pytest.mark.exhaustive
@@ -123,5 +120,3 @@ def test_another_strategy_inside_goes_on(monkeypatch, folder, saved, resumed):
     other.accelerator.save_state(folder, overwrite=True)
     one.accelerator.load_state(folder)
     check_same_bits(one.outer(), other.outer())
-    one.close()
-    other.close()

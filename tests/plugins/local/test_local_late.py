@@ -97,7 +97,6 @@ def test_a_late_worker_is_left_out_of_one_round(monkeypatch):
     assert training.strategy.missed == (training.rank == 1), "in later rounds it takes part"
     check_equal(training.outer(), by_hand.train(5))
     check_alike_on_all_ranks(training.outer())
-    training.close()
 
 
 def test_a_worker_that_is_rounds_behind_joins_again(monkeypatch):
@@ -125,7 +124,6 @@ def test_a_worker_that_is_rounds_behind_joins_again(monkeypatch):
     check_equal(training.own(), dict(by_hand.models[training.rank].named_parameters()))
     check_equal(training.outer(), by_hand.outer)
     check_alike_on_all_ranks(training.outer())
-    training.close()
 
 
 def rounds_behind():
@@ -173,7 +171,6 @@ def test_a_late_host_of_two_ranks_and_fragments(monkeypatch, inner):
     by_hand = ByHand(2, 2, rounds, sgd, fragment_of, present={4: [0]})
     check_equal(training.outer(), by_hand.train(9))
     check_alike_on_all_ranks(training.outer())
-    training.close()
 
 
 def test_the_others_do_not_wait_longer():
@@ -188,7 +185,6 @@ def test_the_others_do_not_wait_longer():
         # Four waits; with one that lasted until rank 1 came the test would not end.
         assert time.monotonic() - start >= 0.4
     check_alike_on_all_ranks(training.outer())
-    training.close()
 
 
 @pytest.mark.parametrize("inner", ["ddp", "zero1", {"name": "offload"}])
@@ -213,8 +209,6 @@ def test_a_checkpoint_in_the_middle_of_the_next_round(monkeypatch, tmp_path, inn
     resumed.run(6, 11)
     check_same_bits(resumed.outer(), straight.outer())
     check_same_bits(resumed.own(), straight.own())
-    straight.close()
-    resumed.close()
 
 
 @pytest.mark.ranks(3)
@@ -232,7 +226,6 @@ def test_workers_that_come_as_they_like(seed, links):
     assert missed > 0
     check_alike_on_all_ranks(training.outer())
     check_alike_on_all_ranks(dict(training.model.named_buffers()))
-    training.close()
 
 
 def test_refused():
@@ -249,4 +242,3 @@ def test_refused():
     training = Training(strategy, make=sgd, on_nonfinite="skip")
     with pytest.raises(ConfigError, match="on_nonfinite: expected stop or ignore"):
         training.run(0, 1)
-    training.close()

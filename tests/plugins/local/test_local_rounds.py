@@ -27,7 +27,6 @@ def test_ranks_as_workers_with_windows_and_clipping():
     training.run(0, 5, micro_batches=2, clip=0.5)
     by_hand = ByHand(3, 1, rounds, sgd, clip=0.5)
     check_equal(training.outer(), by_hand.train(5, micro_batches=2))
-    training.close()
 
 
 @pytest.mark.ranks(4)
@@ -40,7 +39,6 @@ def test_fragments_in_turn_beside_training(monkeypatch, inner):
     check_equal(training.outer(), by_hand.train(9))
     worker = by_hand.models[training.rank // 2]  # in the middle of a round: its own weights
     check_equal(training.own(), dict(worker.named_parameters()))
-    training.close()
 
 
 @pytest.mark.ranks(2)

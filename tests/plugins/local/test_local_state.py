@@ -38,8 +38,6 @@ def test_buffers_of_each_worker_go_on_in_mid_round(folder, inner):
     resumed.accelerator.load_state(folder)
     states = [dict(each.run(2, 3).model.named_buffers()) for each in (straight, resumed)]
     check_same_bits(*states)
-    straight.close()
-    resumed.close()
 
 
 @pytest.mark.ranks(2)
@@ -50,8 +48,6 @@ def test_buffers_of_the_first_worker_are_those_of_all_others(folder):
     one.accelerator.load_state(folder)
     first = two.accelerator.gather(two.model[1].running_mean[None])[0]
     assert torch.equal(one.model[1].running_mean, first)
-    two.close()
-    one.close()
 
 
 @pytest.mark.ranks(4)
@@ -66,8 +62,6 @@ def test_an_exchange_under_way_ends_with_another_number_of_workers(monkeypatch, 
     two.accelerator.load_state(folder)
     two.run(5, 7)
     check_equal(two.outer(), four.outer())
-    four.close()
-    two.close()
 
 
 def test_one_worker_goes_on_from_the_mean_of_all(folder):
@@ -95,8 +89,6 @@ def test_one_worker_goes_on_from_the_mean_of_all(folder):
     one.accelerator.save_state(folder, overwrite=True)
     two.accelerator.load_state(folder)
     check_same_bits(two.own(), one.own())
-    two.close()
-    one.close()
 
 
 def wide(*, transposed=False):
@@ -150,8 +142,6 @@ def test_kept_errors_with_other_workers(monkeypatch, folder, inner, transposed):
     assert said == []
     assert before.abs().sum() > 0
     two.run(5, 7)
-    four.close()
-    two.close()
 
 
 @pytest.mark.parametrize("inner", ["zero1", "ddp", "fsdp"])
@@ -182,7 +172,6 @@ def test_errors_go_on_when_another_layer_is_thawed(folder, inner):
     check_alike_on_all_ranks(outer)
     assert not torch.equal(outer["first.weight"], wide().first.weight)
     training.accelerator.save_state(folder)
-    training.close()
 
 
 @pytest.mark.parametrize("rounds", [STREAMING, Rounds(every=4)], ids=["streaming", "all at once"])
@@ -208,7 +197,6 @@ def test_a_layer_that_is_frozen_in_mid_round_is_exchanged_once_more(folder, inne
     resumed.run(9, 9 + 2 * rounds.every)
     check_alike_on_all_ranks(resumed.outer())
     assert not torch.equal(resumed.outer()["first.weight"], first["weight"]), "it trains again"
-    resumed.close()
 
 
 def test_other_strategies_read_the_outer_weights(folder):
@@ -225,5 +213,3 @@ def test_other_strategies_read_the_outer_weights(folder):
     saved.accelerator.load_state(folder)
     check_same_bits(saved.outer(), exact.outer())
     saved.run(7, 9)
-    exact.close()
-    saved.close()

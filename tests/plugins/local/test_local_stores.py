@@ -141,8 +141,6 @@ def test_a_checkpoint_goes_on_with_and_without_stores(tmp_path, back):
         training.run(6, 10)
     check_same_bits(second.outer(), first.outer())
     check_same_bits(second.own(), first.own())
-    first.close()
-    second.close()
 
 
 @pytest.mark.ranks(2)

@@ -47,8 +47,6 @@ def test_windows_and_clipping_are_those_of_data_parallelism(monkeypatch, inner):
     for each in (weighted, exact):
         each.run(0, 3, micro_batches=2, weighted=True)
     check_equal(weighted.outer(), exact.outer())
-    weighted.close()
-    exact.close()
 
 
 def test_a_gradient_that_one_of_two_workers_lacks_is_half_of_the_other_and_one_of_nobody_stays():
@@ -101,7 +99,6 @@ def test_ranks_step_together_in_the_warm_up_and_apart_afterwards():
     warm.run(5, 6)
     own = warm.own()["last.weight"]
     assert not torch.equal(own, warm.accelerator.reduce(own, "mean"))
-    warm.close()
 
 
 @pytest.mark.ranks(2)
@@ -125,8 +122,6 @@ def test_checkpoints_with_another_number_of_workers(monkeypatch, folder, at):
         four.run(at, 4)
         check_equal(two.outer(), four.outer())
     assert two.strategy.pace.apart
-    four.close()
-    two.close()
 
 
 @pytest.mark.ranks(2)
@@ -142,8 +137,6 @@ def test_the_last_worker_counts_the_steps_of_the_warm_up(folder):
     two.accelerator.load_state(folder)
     assert two.strategy.pace.apart
     check_same_bits(two.outer(), one.outer())
-    one.close()
-    two.close()
 
 
 @pytest.mark.ranks(2)
@@ -161,4 +154,3 @@ def test_late_workers_are_waited_for_in_the_warm_up():
     late = Training(local(ROUNDS, late_s=60.0), on_nonfinite="skip")
     with pytest.raises(ConfigError, match="on_nonfinite: expected stop or ignore"):
         late.run(0, 1)
-    late.close()

@@ -50,7 +50,6 @@ def test_generate_of_an_adapted_model_goes_through_the_pipeline():
         assert torch.equal(generated(whole, words), expected)
         inside = whole.base_model.model(words, use_cache=False).logits
         assert torch.equal(inside, whole(words, use_cache=False).logits)
-    accelerator.free_memory()
 
 
 def whole_with(prompts):

@@ -54,7 +54,6 @@ def test_dividing_nothing_is_a_warning():
         accelerator.prepare(CASES["batchnorm"].build())
     (line,) = warning.call_args.args
     assert line.endswith("set tp to 1, and the ranks share the samples instead")
-    accelerator.free_memory()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,7 +67,6 @@ def test_training_with_sequence_parallelism(name):
         twins.backward(step)
         twins.step()
     twins.check()
-    accelerator.free_memory()
 
 
 def test_plans_pipelines_and_repeated_blocks_need_inputs():
@@ -139,4 +137,3 @@ def test_random_numbers_of_a_model_without_inputs_are_those_of_the_cell():
     assert not torch.equal(*outputs)
     for theirs in everyone([output.detach() for output in outputs]):
         torch.testing.assert_close([*outputs], [*theirs], rtol=0, atol=0)
-    accelerator.free_memory()

@@ -159,5 +159,3 @@ def test_the_stage_that_needs_most_decides_and_its_peak_grows_with_rows_of_a_par
             found[-1].append(len(part))
             accelerator.backward(model(part).square().mean())
     assert found == [[3, 3, 12, 12, 10], [9, 12, 10], [2]]
-    everyone(None)
-    accelerator.free_memory()

@@ -188,7 +188,6 @@ def test_connections_carry_what_the_ledger_has():
     ledger = run.accelerator.traffic.total() - ledger
     assert abs(sent_since(before) - ledger) <= 0.02 * ledger + 2**16
     assert ledger == 3 * run.cost.total_sent
-    run.close()
 
 
 @pytest.mark.ranks(4)

@@ -274,7 +274,6 @@ def test_replicas_are_equal_and_shards_differ(sequence_parallel):
     residual = [each == 0 for each in of_both_ranks(layer.dropout2)]
     assert residual[0].shape[1] == (4 if sequence_parallel else 8)
     assert torch.equal(*residual) != sequence_parallel
-    both.close()
 
 
 @pytest.mark.ranks(4)
@@ -288,7 +287,6 @@ def test_data_parallel_ranks_drop_differently():
         losses.append(loss_of(twin, token_batch(0)).detach())
     close(loss_of(both.model, token_batch(0)).detach(), losses[replica])
     assert abs(losses[0] - losses[1]) > 1e-4
-    both.close()
 
 
 def test_each_forward_of_a_pipeline_has_a_number_of_its_own():
@@ -412,7 +410,6 @@ def test_modules_called_by_themselves_and_dropout_that_was_off_are_refused():
     del found[Site("encoder.layers.1.dropout", 0)]
     with pytest.raises(UsageError, match="was seen when block"):
         loss_of(both.model, token_batch(0))
-    both.close()
 
 
 MASKS = {
@@ -468,7 +465,6 @@ def test_a_run_that_goes_on_drops_as_if_it_had_never_stopped(tmp_path, options):
     both = prepared(build("gpt2", 0.2), **options)
     both.accelerator.load_state(tmp_path / "saved")
     assert losses(both, range(2, 4)) == expected
-    both.close()
 
 
 # --- ranks that share layers draw alike: states cross before a forward whose last one drew ---

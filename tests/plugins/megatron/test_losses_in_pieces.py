@@ -146,7 +146,6 @@ def test_divided_words(build, options):
     assert logits.most > 1 or cell.accelerator.process_index == 0
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         cell.model(input_ids=ids, labels=labels + VOCABULARY)
-    cell.close()
 
 
 STAGES = [
@@ -170,7 +169,6 @@ def test_stages(build, options):
     cell.check()
     known = {} if options.keys() & {"micro_batches", "window"} else {Weights.TARGETS}
     assert {*cell.strategy.pipeline._losses._known.values()} == {*known}
-    cell.close()
 
 
 @pytest.mark.ranks(2)
@@ -181,7 +179,6 @@ def test_stages_in_bf16():
         loss = cell.model(input_ids=ids, labels=labels, use_cache=False).loss
         cell.accelerator.backward(loss)
         assert loss.item() == pytest.approx(whole_loss(cell.twin, ids, labels).item(), rel=1e-2)
-    cell.close()
 
 
 @pytest.mark.ranks(4)
@@ -192,7 +189,6 @@ def test_stages_and_replicas_of_divided_words():
     cell.close()
     cell = Cell(llama, tp=2, data_parallel={"name": "zero3"})
     cell.check(1)
-    cell.close()
 
 
 def test_each_option_where_ranks_divide_the_classes():

@@ -113,7 +113,6 @@ def test_prepare_leaves_no_trace():
     close(loss_of(both.model, batch()), loss_of(both.twin, batch()))
     for name, buffer in both.twin.named_buffers():
         close(dict(both.model.named_buffers())[name], buffer)
-    both.close()
 
 
 def path(y):
@@ -169,4 +168,3 @@ def test_a_forward_that_begins_to_draw_apart_is_refused():
     with pytest.raises(UsageError, match="draw the same random numbers"):
         model(batch())
     model(batch())
-    accelerator.free_memory()

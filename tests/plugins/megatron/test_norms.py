@@ -67,7 +67,6 @@ def test_gradients_that_are_none():
             both.clip(0.1, names=missing)
         both.step()
     both.check_weights()
-    both.close()
 
 
 FROZEN = {

@@ -74,7 +74,6 @@ def test_a_penalty_through_layers_with_one_input_is_refused():
     both = Twins(nn.Sequential(Expert(), Expert()).double(), tp=2)
     with pytest.raises(UsageError, match="fsdp or zero3"):
         both.accelerator.backward(with_penalty(both.model, numbers(4, WIDE)))
-    both.close()
 
 
 # --- mixtures of experts under tensor and pipeline parallelism: equal to one process ---

@@ -35,7 +35,7 @@ def test_adapters_are_whole_and_merged():
     config = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     model = get_peft_model(build("llama-gqa"), config)
     one = copy.deepcopy(model)
-    accelerator, model, _ = prepared(model)
+    model = prepared(model)[1]
     same(get_peft_model_state_dict(model), get_peft_model_state_dict(one))
     for each in (model, one):
         each.merge_adapter()
@@ -47,7 +47,6 @@ def test_adapters_are_whole_and_merged():
         each.unmerge_adapter()
     merged, expected = model.merge_and_unload(), one.merge_and_unload()
     same(merged.state_dict(), expected.state_dict())
-    accelerator.free_memory()
 
 
 def test_copies_pickles_and_values_after_the_end():
@@ -89,7 +88,6 @@ def test_a_penalty_counts_parameters_once_under_sequence_parallelism():
     for each in (optimizer, lone):
         each.step()
     torch.testing.assert_close(model.state_dict(), one.state_dict(), rtol=1e-4, atol=1e-6)
-    accelerator.free_memory()
 
 
 def test_one_rank_alone_is_told():
@@ -99,7 +97,6 @@ def test_one_rank_alone_is_told():
             model.state_dict()
         else:
             accelerator.wait_for_everyone()
-    accelerator.free_memory()
 
 
 def test_a_gathered_parameter_shows_its_whole_gradient():
@@ -116,4 +113,3 @@ def test_a_gathered_parameter_shows_its_whole_gradient():
         model.lm_head.weight.grad = None
     torch.testing.assert_close(weight.detach(), expected.detach() + expected.grad * 0.1)
     assert model.transformer.wte.weight.grad is None
-    accelerator.free_memory()

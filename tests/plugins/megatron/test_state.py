@@ -120,7 +120,6 @@ def test_ranks_with_seeds_of_their_own_begin_with_the_values_of_rank_0(options):
     accelerator = accelerator_of(**options)
     model, _ = prepared(accelerator, build("gpt2", 2, seed=accelerator.process_index))
     same(accelerator.get_state_dict(model), build("gpt2", 2, seed=0).state_dict())
-    accelerator.free_memory()
 
 
 def test_state_of_an_optimizer_is_cut_too():
@@ -143,7 +142,6 @@ def test_state_of_an_optimizer_is_cut_too():
         other.step()
         other.zero_grad()
     torch.testing.assert_close(found, twin.state_dict(), **EXACT)
-    accelerator.free_memory()
 
 
 def test_state_of_a_compiled_model(tmp_path):
@@ -190,7 +188,6 @@ def test_each_rank_reads_its_share_alone_and_changes_reach_copies(tmp_path, monk
         twin.transformer.wte.weight.mul_(2)
         ids = token_batch(0)
         torch.testing.assert_close(model(ids).logits, twin(ids).logits, **EXACT)
-    accelerator.free_memory()
 
 
 def test_low_parameters_of_all_stages_are_gathered():
@@ -206,7 +203,6 @@ def test_low_parameters_of_all_stages_are_gathered():
             {name: p.detach().clone() for name, p in model.named_parameters() if p.dim() > 1},
             expected,
         )
-    accelerator.free_memory()
 
 
 def test_generation_and_gathered_parameters():
@@ -271,7 +267,6 @@ def test_buffers(tmp_path):
     whole, _ = prepared(other, Buffered())
     other.load_state(tmp_path / "saved")
     assert all(torch.equal(tensor, found[key]) for key, tensor in whole.state_dict().items())
-    other.free_memory()
 
 
 def test_tied_weights_are_saved_once(tmp_path):
@@ -287,7 +282,6 @@ def test_tied_weights_are_saved_once(tmp_path):
     weights = accelerator.get_state_dict(model)
     assert weights["lm_head.weight"] is weights["transformer.wte.weight"]
     assert weights["lm_head.weight"].shape[0] == VOCABULARY
-    accelerator.free_memory()
 
 
 # --- optimizers that need whole matrices ---
@@ -351,7 +345,6 @@ def test_state_of_whole_matrices_is_not_loaded(tmp_path):
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(CheckpointError, match=r"to have the parameter's shape .*set tp: 1"):
         accelerator.load_state(tmp_path / "state")
-    accelerator.free_memory()
 
 
 def test_which_tensors_are_trained_is_told_by_their_stage(monkeypatch):

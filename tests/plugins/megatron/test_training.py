@@ -153,7 +153,6 @@ def test_what_differs_is_named():
     refused(lengths, model, IDS[:, : 6 + rank])
     more = {"use_cache": False} if rank else {}
     refused("rank 0 has nothing, and rank 1 has use_cache: False", model, IDS, **more)
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(4)
@@ -170,7 +169,6 @@ def test_replicas_may_differ():
     with pytest.raises(RankMismatchError, match=match) as found:
         model(token_batch(rank))
     assert f"ranks {2 * (rank // 2)}, {2 * (rank // 2) + 1}," in str(found.value)
-    accelerator.free_memory()
 
 
 def test_only_the_first_training_forwards_are_compared():
@@ -184,4 +182,3 @@ def test_only_the_first_training_forwards_are_compared():
             counts.append(sum(entry.calls for (axis, _), entry in entries if axis == "tp"))
     assert compared.call_count == 2 * state.FORWARDS  # along tp, and along pp
     assert counts[0] - 1 == counts[1] == counts[2] == counts[3]  # random generators are shared once
-    accelerator.free_memory()

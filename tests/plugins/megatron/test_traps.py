@@ -38,7 +38,6 @@ def test_copies_of_a_tied_weight_stay_alike():
     name = "transformer.wte.weight"
     saved, expected = both.accelerator.get_state_dict(both.model), both.twin.state_dict()
     torch.testing.assert_close(saved[name], expected[name], rtol=1e-6, atol=1e-8)
-    both.close()
 
 
 def test_an_exception_leaves_no_trace():
@@ -61,7 +60,6 @@ def test_an_exception_leaves_no_trace():
     assert all(getattr(F, name) is function for name, function in functions.items())
     torch.testing.assert_close(F.cross_entropy(torch.eye(3), torch.arange(3)), plain)
     both.train(token_batch(0), token_batch(1))
-    both.close()
 
 
 @pytest.mark.parametrize(
@@ -94,4 +92,3 @@ def test_messages_under_autocast(precision, schedule, accumulation):
             assert distance < 0.05, (name, distance)
         optimizer.zero_grad()
         twin.zero_grad()
-    accelerator.free_memory()

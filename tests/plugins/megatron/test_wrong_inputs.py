@@ -90,7 +90,6 @@ def test_a_script_that_branches_on_a_loss():
     if not last:
         with pytest.raises(CollectiveError, match="rank 1 waits in gradient of the output"):
             gather_object([None])
-    accelerator.free_memory()
 
 
 def penalty(model):
@@ -116,7 +115,6 @@ def test_a_penalty_on_parameters():
         return word_loss(*given) + penalty(both.model)
 
     refused(PENALTY, partial(both.accelerator.pipeline_step, both.model, IDS, IDS, loss_fn=wrong))
-    both.close()
 
 
 def test_a_loss_times_a_value_of_another_stage():
@@ -160,7 +158,6 @@ def test_losses_that_are_refused_leave_the_pipeline_as_it_was():
         match = r"accelerator\.backward|not have been used"
         with pytest.raises((UsageError, RuntimeError), match=match):
             torch.autograd.grad(found, list(model.parameters()))
-    both.close()
 
 
 def test_a_second_backward():
@@ -185,7 +182,6 @@ def test_second_derivatives_under_tensor_parallelism():
     gradients = torch.autograd.grad(loss, list(both.model.parameters()), create_graph=True)
     with pytest.raises(UsageError, match="expected gradients of layers that ranks share to be"):
         sum(gradient.pow(2).sum() for gradient in gradients).backward()
-    both.close()
 
 
 def test_backwards_in_another_order_and_forwards_without_one():
@@ -228,7 +224,6 @@ def test_an_accumulation_window_out_of_order():
     both.check_gradients()
     with accelerator.accumulate(model):
         loss_of(model, first)
-    both.close()
 
 
 def test_the_output_of_one_pipeline_as_the_input_of_another():
@@ -238,7 +233,6 @@ def test_the_output_of_one_pipeline_as_the_input_of_another():
     made = one(input_ids=IDS).logits
     match = "an output of a pipelined model .*this one's earlier batch.*put both into one module"
     refused(match, lambda: other(inputs_embeds=made.detach()), RankMismatchError)
-    accelerator.free_memory()
 
 
 def test_ranks_that_do_not_agree():

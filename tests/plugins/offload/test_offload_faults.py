@@ -63,7 +63,6 @@ def test_a_save_that_cannot_read_is_not_committed(which, tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {"earlier"}
     training.accelerator.load_state(str(tmp_path / "earlier"))  # the disk reads again
     training.steps(1)
-    training.accelerator.free_memory()
 
 
 PLACES = (
@@ -93,7 +92,6 @@ def test_an_interrupted_step_does_not_spoil_the_next(which, tmp_path):
         training.optimizer.zero_grad()
         training.micro(6)
         assert again() == expected, place
-    training.accelerator.free_memory()
 
 
 @contextmanager

@@ -98,7 +98,6 @@ def test_updates_begin_in_backward_and_show_at_the_step(monkeypatch):
     training.optimizer.step()
     after = training.accelerator.get_state_dict(training.model)
     assert not torch.equal(after["last.weight"], before["last.weight"])
-    training.accelerator.free_memory()
 
 
 def change_rate(training):
@@ -175,7 +174,6 @@ def test_steps_that_may_be_left_out_are_refused(options, text):
     training.accelerator.backward(loss_of(training.model, 7))
     with pytest.raises(ConfigError, match=text):
         training.optimizer.step()
-    training.accelerator.free_memory()
 
 
 @pytest.mark.ranks(1)

@@ -85,7 +85,6 @@ def test_late_updates_of_two_optimizers_that_leave_one_parameter_out():
         assert torch.equal(words, start) is (seed == 0)
         everyone = accelerator.gather(words.reshape(1, -1))
         assert torch.equal(everyone[0], everyone[1])
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -111,4 +110,3 @@ def test_ratio_counts_what_is_trained():
     optimizer.step()
     own = sum(bool(state) for state in optimizer.optimizer.state.values())
     assert 0 < own < len(optimizer.state_dict()["state"])
-    accelerator.free_memory()

@@ -90,4 +90,3 @@ def test_writes_that_leave_no_trace_reach_masters_or_are_refused(tmp_path):
     training = Training("zero2", "bf16", **late).steps(2).write_unseen()
     with pytest.raises(UsageError, match="held back"):
         training.steps(1)
-    training.accelerator.free_memory()

@@ -55,4 +55,3 @@ def test_sparse_gradients_are_refused():
     model = accelerator.prepare(nn.Embedding(5, 2, sparse=True))
     with pytest.raises(UsageError, match="sparse=False"):
         accelerator.backward(model(torch.tensor([1])).sum())
-    accelerator.free_memory()

@@ -111,7 +111,6 @@ def test_no_memory_for_what_crosses(strategy, monkeypatch):
     twins.backward(1)
     twins.step()
     twins.check()
-    accelerator.free_memory()
 
 
 def test_what_is_freed_at_once():
@@ -155,4 +154,3 @@ def test_divided_blocks_on_different_paths(mine, theirs, one, other):
     for block, rank in ((one, 0), (other, 1)):
         assert f"rank {rank}" in message
         assert block is None or f"of {block})" in message, message
-    accelerator.free_memory()

@@ -187,7 +187,6 @@ def test_backwards_in_any_order_and_gradients_by_autograd(strategy):
     twins.model.zero_grad()
     twins.optimizer.zero_grad()
     train_reducing_once(twins, range(2, 4))
-    accelerator.free_memory()
 
 
 def table():
@@ -223,7 +222,6 @@ def test_what_modules_return_and_save():
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled), pytest.raises(UsageError, match=r"clone\(\)"):
             model(3)
-    accelerator.free_memory()
 
 
 @each("sharded", "zero2", "fsdp")

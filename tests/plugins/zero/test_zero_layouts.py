@@ -100,4 +100,3 @@ def test_a_tie_made_after_prepare(strategy):
     for model in (twins.model, twins.twin):
         model.blocks[1].up.weight = model.blocks[0].up.weight
     train(twins, range(2, 4))
-    accelerator.free_memory()

@@ -57,4 +57,3 @@ def test_backward_gathers_from_neighbors():
     assert len(left) == len(units) - 2, "the last one and the one before it stay whole"
     found = {key: count - before.get(key, 0) for key, count in after.items()}
     assert {key: count for key, count in found.items() if count} == promised
-    accelerator.free_memory()

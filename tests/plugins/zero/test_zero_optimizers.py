@@ -59,7 +59,6 @@ def test_matrix_optimizers_need_whole_parameters(strategy):
     with pytest.raises(UsageError, match="found LBFGS.*closure"):
         accelerator.prepare(model, LBFGS(model.parameters()))
     train(Twins(accelerator, CASES["tied"], adafactor), range(3))
-    accelerator.free_memory()
 
 
 @each("sharded", "zero1")
@@ -84,7 +83,6 @@ def test_groups_and_schedules_after_prepare(strategy):
     train(twins, range(1, 3))
     found = [float(group["lr"]) for group in twins.optimizer.param_groups]
     assert found == pytest.approx([0.05 / 4, 0.01 / 4])
-    accelerator.free_memory()
 
 
 @each("sharded", "zero1", "fsdp")
@@ -147,7 +145,6 @@ def test_optimizers_made_at_any_time(strategy):
     found = weights(accelerator, model)
     for name, parameter in twin.named_parameters():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-10, atol=1e-10)
-    accelerator.free_memory()
 
 
 @each("sharded", "zero1")
@@ -176,4 +173,3 @@ def test_copies_and_references(strategy):
     assert accelerator.traffic.total() == before
     for name, tensor in weights(accelerator, reference).items():
         assert torch.equal(tensor, given.get_parameter(name))
-    accelerator.free_memory()

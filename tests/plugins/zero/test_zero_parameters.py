@@ -55,7 +55,6 @@ def test_dtypes_that_do_not_train(strategy):
     found = weights(accelerator, twins.model)
     dtypes = [found[name].dtype for name in ("codes", "mask", "filter")]
     assert dtypes == [torch.int8, torch.bool, torch.complex128]
-    accelerator.free_memory()
 
 
 def test_a_model_of_small_parameters_is_said_to_stay_whole():
@@ -174,4 +173,3 @@ def test_facts_are_those_of_the_users_model(strategy):
             with pytest.raises(UsageError, match="divided over the ranks between steps"):
                 weight.data.zero_()
     assert accelerator.traffic.total() == sent, "a fact cost communication"
-    accelerator.free_memory()

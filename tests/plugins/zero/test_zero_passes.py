@@ -104,7 +104,6 @@ def test_the_whole_model_or_loss_in_a_checkpoint(strategy):
     assert len(packed) % 2 == 0
     assert packed[: len(packed) // 2] == packed[len(packed) // 2 :]
     train_reducing_once(twins, range(1, 4))
-    accelerator.free_memory()
 
 
 @each("sharded", "zero1", "kept")
@@ -138,7 +137,6 @@ def test_evaluation_at_any_time(strategy):
         evaluate(step, orders[step], torch.no_grad)
         assert_freed(twins)
         train_reducing_once(twins, [10 + step])
-    accelerator.free_memory()
 
 
 def test_another_default_device():
@@ -161,4 +159,3 @@ def test_another_default_device():
         twins.backward_twin(step)
         on_meta(twins.step)
     twins.check()
-    accelerator.free_memory()

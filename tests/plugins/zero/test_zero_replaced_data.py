@@ -76,7 +76,6 @@ def test_averages_swapped_in_and_out(strategy, tmp_path):
     trained = [name for name, p in twins.twin.named_parameters() if p.requires_grad]
     for name, mean in zip(trained, theirs, strict=True):
         torch.testing.assert_close(loaded[name], mean)
-    accelerator.free_memory()
 
 
 @EACH
@@ -102,7 +101,6 @@ def test_data_set_in_gathered_and_before_a_load(strategy, tmp_path):
         parameter.data = parameter.data + 3.0
     accelerator.load_state(folder)
     torch.testing.assert_close(weights(accelerator, twins.model), kept)
-    accelerator.free_memory()
 
 
 def test_wrong_data_are_refused():
@@ -134,4 +132,3 @@ def test_wrong_data_are_refused():
     model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), Replacing(4, 4)))
     with pytest.raises(UsageError, match=r"'1\.weight'"):
         model(torch.ones(2, 4)).sum()
-    accelerator.free_memory()

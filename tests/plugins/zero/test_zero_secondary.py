@@ -89,7 +89,6 @@ def test_only_what_is_stepped_crosses_hosts(monkeypatch, world):
         assert passed.keys() <= {("dp.near", "all_gather")}
         if not thawed:
             assert {k: n for k, n in cost.sent.items() if "far" in k[0]}.items() <= found.items()
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(4)
@@ -130,7 +129,6 @@ def test_changed_and_loaded_values_reach_secondary_shards(monkeypatch, tmp_path)
     train(accelerator, model, optimizer, range(2, 3))
     found = weights(accelerator, model)
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
-    accelerator.free_memory()
 
 
 def check_forward(accelerator, model):
@@ -174,7 +172,6 @@ def test_hosts_keep_the_same_approximate_values(monkeypatch, tmp_path, form):
     found = weights(accelerator, model)
     assert all(torch.equal(value, exact[name]) for name, value in found.items())
     assert torch.equal(model(batch(9, 0)).detach(), owned), "loaded values are exact everywhere"
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -212,7 +209,6 @@ def test_skipped_steps_one_host_and_dtensors(monkeypatch):
     assert all(unit.secondary is None for unit in units_of(accelerator, model))
     assert [line for line in said if "secondary: host changes nothing" in line] == said
     assert len(said) == 1
-    accelerator.free_memory()
 
 
 def test_options_that_do_not_fit():

@@ -75,4 +75,3 @@ def test_shared_memory_is_refused(strategy):
         accelerator.free_memory()
     accelerator = start(strategy)
     train(Twins(accelerator, Case("halves", partial(layers, halves)), adamw), range(2))
-    accelerator.free_memory()

@@ -108,7 +108,6 @@ def test_load_state_dict_by_the_user(strategy):
     after = accelerator.traffic.sent()
     assert norm == pytest.approx(twins.twin.weight.norm().item(), rel=1e-10)
     assert before.get(("dp", "broadcast"), 0) == after.get(("dp", "broadcast"), 0)
-    accelerator.free_memory()
 
 
 def operate(model):
@@ -146,7 +145,6 @@ def test_inference_gathers_once(strategy):
     assert_freed(twins)
     copied(text)  # an ordinary model
     train(twins, range(1, 3))
-    accelerator.free_memory()
 
 
 @each("sharded", "zero1")
@@ -160,7 +158,6 @@ def test_statistics_of_each_rank(strategy):
     assert not torch.equal(means[0], means[1])
     assert everyone(int(twins.model.norm.num_batches_tracked)) == [2, 2]
     assert "factor" not in twins.model.state_dict()
-    accelerator.free_memory()
 
 
 def trained_bits(strategy):
@@ -225,4 +222,3 @@ def test_surgery_changes_what_was_changed_alone(strategy):
                 model.weight.mul_(2)
     with accelerator.gathered(model):
         assert torch.equal(model.weight, 2 * kept)
-    accelerator.free_memory()

@@ -116,7 +116,6 @@ def test_two_stages_equal_one_process(kind, options):
     both.eval()
     with torch.no_grad():
         torch.testing.assert_close(*both(numbers(3)), **EXACT)
-    both.close()
 
 
 @pytest.mark.parametrize("counted", [0, 1])
@@ -127,7 +126,6 @@ def test_parameters_that_the_loss_does_not_reach_do_not_decay(counted):
         both.backward(*(each[counted].square().mean() for each in both(numbers(seed))))
         both.step()
     both.check_state()
-    both.close()
 
 
 def test_evaluations_return_what_no_later_stage_reads():
@@ -136,4 +134,3 @@ def test_evaluations_return_what_no_later_stage_reads():
     with torch.no_grad():
         for _ in range(3):
             torch.testing.assert_close(*both(numbers(9)), **EXACT)
-    both.close()

@@ -135,7 +135,6 @@ def test_the_dim_of_the_batch_is_found():
         both.model(ids, padding)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(d.dims == (1, 0, None) for d in known.values())
-    both.close()
 
 
 class RowNorm(nn.BatchNorm1d):
@@ -163,7 +162,6 @@ def test_blocks_that_couple_rows_are_not_cut():
     with torch.no_grad():
         torch.testing.assert_close(*both(ids), **EXACT)
     assert [d.dims for d in known.values()] == [None, (0, None)]
-    both.close()
 
 
 class Deep(Stack):
@@ -190,7 +188,6 @@ def test_deep_supervision_is_refused_by_its_name():
             continue
         with pytest.raises(UsageError, match="deep supervision"):
             both.accelerator.backward(loss)
-    both.close()
 
 
 def test_a_stage_that_was_frozen_after_prepare_is_thawed_in_mid_training():
@@ -203,7 +200,6 @@ def test_a_stage_that_was_frozen_after_prepare_is_thawed_in_mid_training():
         both.backward(*(cross_entropy(output, ids) for output in both(ids)))
         both.step()
     both.check_state()
-    both.close()
 
 
 class Variational(nn.Module):
@@ -225,7 +221,6 @@ def test_a_loss_of_what_lies_between_blocks_is_refused_where_it_is_made():
     if both.accelerator.mesh["pp"].rank == 1:  # the other learns of it as this rank ends
         with pytest.raises(UsageError, match="deep supervision"):
             origins_of(output.mean() + mean.mean())
-    both.close()
 
 
 @dataclass
@@ -245,7 +240,6 @@ def test_a_dataclass_is_refused_by_its_name():
         with torch.set_grad_enabled(grad), pytest.raises(UsageError, match="found a Plain"):
             both.model(batch(0))
     assert len(both.accelerator.get_state_dict(both.model)) == len(both.twin.state_dict())
-    both.close()
 
 
 # --- levels of a pipeline in the script's loop: what the model returns may be used as ever ---
@@ -281,7 +275,6 @@ def test_an_output_of_an_early_stage_may_lie_on_the_way_of_its_gradient():
     mine = features if both.accelerator.is_main_process else output
     with pytest.raises(UsageError, match="found a backward of its own on what a pipeline"):
         mine.sum().backward()
-    both.close()  # together: the last rank has what the first one sends
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -295,7 +288,6 @@ def test_gradients_of_gradients_are_refused_alike_on_all_stages(accumulation):
             torch.autograd.grad(scores.sum(), x, create_graph=True)
     assert len(set(everyone(str(error.value)))) == 1
     both.accelerator.backward(scores.sum())  # the refused call leaves all usable
-    both.close()
 
 
 class Scored(Stack):
@@ -337,4 +329,3 @@ def test_where_outputs_are_shared_every_stage_reads_them_and_makes_the_loss(step
     output = both.model(*batch)
     with pytest.raises(UsageError, match="takes the output of an earlier block"):
         both.accelerator.backward(output["scores"].mean() + output["hidden"].mean())
-    both.close()

@@ -81,7 +81,6 @@ def test_router_logits_cross_the_cut(options, asked_in):
     both.check_state(rtol=1e-9, atol=1e-10)
     with torch.no_grad():
         torch.testing.assert_close(*both(numbers(5)), rtol=1e-9, atol=1e-10)
-    both.close()
 
 
 @pytest.mark.ranks(2)
@@ -92,7 +91,6 @@ def test_a_loss_outside_of_the_model_takes_router_logits_of_an_early_stage():
             outputs = both(numbers(seed))
             both.backward(*(each["loss"] + each["first"].square().mean() for each in outputs))
     both.check_gradients(rtol=1e-9, atol=1e-10)
-    both.close()
 
 
 @pytest.mark.parametrize(
@@ -121,4 +119,3 @@ def test_auxiliary_losses_of_hugging_face(asked_in, cell):
     torch.testing.assert_close(found.aux_loss, expected.aux_loss, rtol=1e-7, atol=0)
     # Routers compute in fp32, whose rounding two steps have brought into the weights.
     torch.testing.assert_close(found.router_logits, expected.router_logits, rtol=1e-5, atol=1e-5)
-    both.close()

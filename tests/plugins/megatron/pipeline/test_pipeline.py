@@ -162,7 +162,6 @@ def test_shards_of_the_sequence_are_not_cut_into_micro_batches():
     both = Twins(Stack(blocks, **ends), torch.arange(8).view(2, 4), tp=2, sequence_parallel=True)
     for ids in (torch.arange(8).view(2, 4), torch.tensor([[2, 2, 4, 3]])):
         both.backward(*(F.cross_entropy(out.flatten(0, 1), ids.flatten()) for out in both(ids)))
-    both.close()
 
 
 @pytest.mark.parametrize(
@@ -202,7 +201,6 @@ def test_ignored_labels():
     labels[3] = -100  # a micro-batch without any target
     both.backward(*(each.loss for each in both(input_ids=ids, labels=labels)), rtol=1e-5)
     both.check_gradients(rtol=1e-4, atol=1e-8)
-    both.close()
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}])
@@ -218,7 +216,6 @@ def test_losses_that_count_nothing_add_zeros(options):
                 factor = 1.0 if weight else torch.nan
                 both.accelerator.backward(found * factor, weight=weight)
         both.check_gradients()
-    both.close()
 
 
 @pytest.mark.ranks(2)
@@ -238,7 +235,6 @@ def test_levels_may_change():
         else:
             both.backward(*(step_loss(each, ids) for each in both(ids)))
         both.check_gradients(**({"rtol": 1e-4, "atol": 1e-7} if level == "L2" else EXACT))
-    both.close()
 
 
 # --- checkpoints of pipelines: saved by one division, loaded by another, and training goes on ---
@@ -369,7 +365,6 @@ def test_a_stage_that_fails(place, kind):
     if not odd:
         assert "stage" in str(caught.value)
         assert "micro-batch" in str(caught.value)
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -385,7 +380,6 @@ def test_calls_and_models_that_do_not_fit():
     output = model(input_ids=ids, labels=ids)
     with pytest.raises(UsageError, match="times numbers"):
         accelerator.backward(output.loss.square())
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -475,7 +469,6 @@ def test_a_model_may_return_a_parameter():
             optimizer.step()
             optimizer.zero_grad()
     torch.testing.assert_close(accelerator.get_state_dict(model), dict(twin.state_dict()))
-    accelerator.free_memory()
 
 
 def test_replicas_that_decide_together_evaluate_batches_of_different_kinds():
@@ -491,4 +484,3 @@ def test_replicas_that_decide_together_evaluate_batches_of_different_kinds():
         some = x[: rows[accelerator.mesh["dp"].rank]]
         with torch.no_grad():
             torch.testing.assert_close(model(some), twin(some))
-    accelerator.free_memory()

@@ -83,8 +83,6 @@ def test_a_trace_of_each_step(monkeypatch, tmp_path, schedule, chunks, kinds, ke
             assert {e["args"]["stage"] % 2 for e in mine} == {rank}
             for before, after in itertools.pairwise(mine):
                 assert before["ts"] + before["dur"] <= after["ts"] + 1
-    accelerator.wait_for_everyone()
-    accelerator.free_memory()
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -97,8 +95,6 @@ def test_steps_whose_loss_is_made_outside(tmp_path, accumulation):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="trace_dir"):
         prepared(tmp_path / "file" / "x")
-    accelerator.wait_for_everyone()
-    accelerator.free_memory()
 
 
 def test_advice_on_hosts():

@@ -167,7 +167,6 @@ def test_a_function_of_the_script_in_a_loss():
     both = Twins(Logits(), {"x": IDS})
     both.backward(*(Doubled.apply(mean(each, IDS)) / 2 for each in both(IDS)))
     both.check_gradients()
-    both.close()
 
 
 def test_ranks_with_other_loss_functions_are_told_so():
@@ -182,7 +181,6 @@ def test_ranks_with_other_loss_functions_are_told_so():
             model, IDS, IDS, loss_fn=total if accelerator.mesh["pp"].rank else mean
         )
     assert accelerator.pipeline_step(model, IDS, IDS, loss_fn=total).item() > 0
-    both.close()
 
 
 class Tied(Words):
@@ -229,7 +227,6 @@ def test_values_that_a_script_changes_reach_the_copies(write):
         model(IDS)
     copies = "'first.weight', of which other pipeline stages have copies"
     assert not is_owner or copies in str(caught.value)
-    accelerator.free_memory()
 
 
 class Masked(Stack):
@@ -256,4 +253,3 @@ def test_stages_draw_the_same_numbers():
             assert not loss.item()
             assert not both.model(torch.ones(4, 2)).any()
         assert len(set(everyone(torch.rand(()).item()))) == 1  # of the script, as for its batches
-    both.close()

@@ -56,7 +56,6 @@ def test_styles_of_hugging_face_and_tied_words():
     assert "transformer.wte.weight" in both.divided
     assert not any(".mlp." in name for name in both.divided)
     both.train(token_batch(0))
-    both.close()
 
 
 WRONG = [
@@ -113,7 +112,6 @@ def test_more_ranks_than_heads(tmp_path):
     both.check_weights(rtol=1e-8, atol=1e-9)
     both.accelerator.load_state(tmp_path / "state")
     assert both.loss(both.model, ids).item() == pytest.approx(expected, rel=1e-10)
-    both.close()
 
 
 def test_a_plan_of_a_model_with_unknown_styles_is_not_used(monkeypatch):
@@ -172,7 +170,6 @@ def test_adapters_of_rows():
             model.set_submodule(name, LowRank(module))
     both = Twins(model, tp=2)
     both.train(token_batch(0))
-    both.close()
 
 
 def towers():
@@ -531,4 +528,3 @@ def test_they_train_as_in_one_process_and_the_cost_has_what_they_send():
     promised = dict(type(strategy).cost(strategy.config, spec, strategy.run).sent)
     assert promised["tp", "all_gather"]
     assert {key: count for key, count in sent.items() if count} == promised
-    both.close()

@@ -73,7 +73,6 @@ def test_what_names_of_other_stages_say():
     assert list(found) == list(twin.state_dict())
     torch.testing.assert_close(found, twin.state_dict())
     assert found["first.weight"] is found["last.weight"]
-    both.close()
 
 
 def test_parameters_keep_their_places():
@@ -87,7 +86,6 @@ def test_parameters_keep_their_places():
     refused("'bias' of Linear is .* replaced", setattr, blocks[0].up, "bias", None)
     both.backward(*(y.square().mean() for y in both(X)), rtol=1e-5)
     both.check_gradients()
-    both.close()
 
 
 def test_inside_of_gathered_all_are_whole_and_copies_compute_by_themselves():
@@ -105,7 +103,6 @@ def test_inside_of_gathered_all_are_whole_and_copies_compute_by_themselves():
         for theirs in both.twin.parameters():
             theirs.mul_(0.5)
         torch.testing.assert_close(*both(X))
-    both.close()
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "interleaved", "chunks": 2}])
@@ -119,4 +116,3 @@ def test_a_forward_counts_once(options):
             both.model(X[:rows])
     assert both.model.number == both.twin.number == 6
     both.check_state()
-    both.close()

@@ -519,7 +519,6 @@ def test_sampling_equals_one_process():
         expected = sampled(twin, ids, new=8)
         assert torch.equal(sampled(model, ids, new=8), expected)
     assert len(expected[:, ids.shape[1] :].unique()) > 3
-    both.close()
 
 
 def test_a_cut_that_the_loss_cannot_use_is_gathered():
@@ -594,4 +593,3 @@ def test_micro_batches_of_a_pipeline_send_no_words(micro_batches):
         "all_reduce"
     }
     both.check_gradients()
-    both.close()
