@@ -22,6 +22,8 @@ from drivetrain_ddp.strategy import Ddp
 from stacks import Parts
 from started_ddp import SMALL, start
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(5)
@@ -53,7 +55,6 @@ def assert_grads(model: nn.Module, expected: list[Tensor]) -> None:
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.ranks(2)
 def test_no_memory_for_buckets_in_a_better_order(monkeypatch):
     """The second round lays them out anew; a script that goes on has those of before."""
 
@@ -81,7 +82,6 @@ def test_no_memory_for_buckets_in_a_better_order(monkeypatch):
 
 
 @pytest.mark.parametrize(("first", "early"), [(0.001, 53 * 8), (25.0, 0)])
-@pytest.mark.ranks(2)
 def test_the_first_bucket_leaves_before_the_first_layer_has_gradients(first: float, early: int):
     """With 50 elements of 8 bytes, and a flag for each of three parameters."""
     model = mlp()
@@ -101,13 +101,13 @@ def test_the_first_bucket_leaves_before_the_first_layer_has_gradients(first: flo
     strategy.close()
 
 
+@pytest.mark.ranks(1)
 def test_a_first_bucket_without_bound_is_refused():
     options = {"name": "ddp", "first_bucket_mib": float("inf")}
     with pytest.raises(ConfigError, match=r"first_bucket_mib: expected at most 4096, found inf"):
         resolve(Layer({"strategy": options}), find_config=strategies().find_config)
 
 
-@pytest.mark.ranks(2)
 def test_no_memory_for_what_crosses(monkeypatch):
     """A script that goes on loses no bucket."""
     made = []
@@ -132,7 +132,6 @@ def test_no_memory_for_what_crosses(monkeypatch):
     strategy.close()
 
 
-@pytest.mark.ranks(2)
 def test_accumulating_sends_nothing_and_then_the_mean_of_the_sum():
     """Also of a layer that the last micro-batch of a window does not reach."""
     model = nn.ModuleDict({"always": mlp(), "at first": nn.Linear(6, 2).double()})
@@ -170,7 +169,6 @@ class Failing(torch.autograd.Function):
         raise ArithmeticError("on purpose")
 
 
-@pytest.mark.ranks(2)
 def test_an_exception_in_backward_good_steps_and_a_loss_that_misses_the_model_on_one_rank():
     model = mlp()
     strategy = start(model)
@@ -222,7 +220,6 @@ def recomputing():
     )
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("late", [False, True])
 def test_reentrant_checkpoints_of_a_shared_layer(late):
     """On all ranks from the first step on, or late: on one rank, from the second."""
@@ -244,7 +241,6 @@ def test_reentrant_checkpoints_of_a_shared_layer(late):
     strategy.close()
 
 
-@pytest.mark.ranks(2)
 def test_freezing_and_unfreezing_and_replaced_gradients():
     model = mlp()
     model[0].requires_grad_(False)
@@ -274,7 +270,6 @@ def test_freezing_and_unfreezing_and_replaced_gradients():
 
 
 @pytest.mark.parametrize("name", ["ddp", "plain"])
-@pytest.mark.ranks(2)
 def test_gradients_that_wait_are_averaged_though_a_layer_is_frozen_within_a_window(name):
     accelerator = Accelerator(cpu=True, strategy=name, gradient_accumulation_steps=2)
     expected, rank = mlp(), accelerator.process_index
@@ -290,7 +285,6 @@ def test_gradients_that_wait_are_averaged_though_a_layer_is_frozen_within_a_wind
     accelerator.end_training()
 
 
-@pytest.mark.ranks(2)
 def test_copies_and_closed_models_send_nothing():
     model = mlp()
     strategy = start(model)
@@ -308,7 +302,6 @@ def test_copies_and_closed_models_send_nothing():
     assert not torch.equal(kept[0], next(model.parameters()).grad)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("detached", [False, True])
 def test_views_of_gradients_that_are_cleared_within_a_window_stay_what_they_were(detached):
     model = mlp()
@@ -333,7 +326,6 @@ def test_views_of_gradients_that_are_cleared_within_a_window_stay_what_they_were
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
-@pytest.mark.ranks(2)
 def test_gradients_of_gradients_and_sparse_ones_are_refused():
     model = mlp()
     strategy = start(model)
@@ -389,6 +381,7 @@ def check_cost(hook: str, buckets: float) -> None:
     strategy.close()
 
 
+@pytest.mark.ranks(1)
 def test_only_an_optimizer_of_two_states_is_promised_to_count_steps():
     for momentum, states in ((0.0, 0), (0.9, 1)):
         model = mlp()
@@ -403,7 +396,6 @@ def test_only_an_optimizer_of_two_states_is_promised_to_count_steps():
 
 
 @pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd in bf16"])
-@pytest.mark.ranks(2)
 def test_compressed_training_still_learns_and_ranks_agree(hook: str):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
@@ -431,7 +423,6 @@ def test_compressed_training_still_learns_and_ranks_agree(hook: str):
     strategy.close()
 
 
-@pytest.mark.ranks(2)
 def test_powersgd_sends_later_what_it_could_not_send_at_once():
     """The mean over steps of what ranks get tends to the mean of their gradients.
 

@@ -34,6 +34,8 @@ from one_bit_steps import (
     weights,
 )
 
+pytestmark = pytest.mark.ranks(2)
+
 FORMS = {
     "ddp": {"name": "ddp", "bucket_mib": 0.02, "first_bucket_mib": 0.02},
     "fsdp": {"name": "fsdp", "sharding": "hybrid", "unit_from": 1000},
@@ -212,7 +214,6 @@ def test_with_signs_ranks_stay_equal_bytes_are_as_promised_and_a_checkpoint_goes
     assert all(torch.equal(found[0][key], found[1][key]) for key in expected)
 
 
-@pytest.mark.ranks(2)
 def test_a_step_that_is_not_finite_leaves_momenta_and_errors_of_several_buckets(monkeypatch):
     spread(monkeypatch)
     found = []
@@ -231,7 +232,6 @@ def test_a_step_that_is_not_finite_leaves_momenta_and_errors_of_several_buckets(
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.ranks(2)
 def test_what_crossed_and_what_is_kept_are_the_momenta_of_all_gradients(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of()
@@ -262,7 +262,6 @@ def test_what_crossed_and_what_is_kept_are_the_momenta_of_all_gradients(monkeypa
     torch.testing.assert_close(crossed + kept, due, rtol=0, atol=1e-6)
 
 
-@pytest.mark.ranks(2)
 def test_parameters_of_another_model_step_as_ever(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of()
@@ -279,7 +278,6 @@ def test_parameters_of_another_model_step_as_ever(monkeypatch):
         optimizer.zero_grad()
 
 
-@pytest.mark.ranks(2)
 def test_groups_and_parameters_that_come_later_are_checked(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of()
@@ -294,7 +292,6 @@ def test_groups_and_parameters_that_come_later_are_checked(monkeypatch):
         accelerator.prepare(low, AdamW(low.parameters()))
 
 
-@pytest.mark.ranks(2)
 def test_no_element_moves_further_than_adam_would_move_it(monkeypatch):
     """Of the numbers of a block some have next to no gradient, and signs send the same for all."""
     spread(monkeypatch)
@@ -313,7 +310,6 @@ def test_no_element_moves_further_than_adam_would_move_it(monkeypatch):
 
 
 @EACH
-@pytest.mark.ranks(2)
 def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkeypatch, name):
     spread(monkeypatch)
     accelerator = accelerator_of(name)
@@ -328,7 +324,6 @@ def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkey
         optimizer.step(lambda: 0.0)
 
 
-@pytest.mark.ranks(2)
 def test_models_in_bfloat16_and_one_group_over_several_hosts_are_refused_under_fsdp(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of("fsdp", dtypes={"master": "none"})
@@ -342,7 +337,6 @@ def test_models_in_bfloat16_and_one_group_over_several_hosts_are_refused_under_f
         prepared(accelerator)
 
 
-@pytest.mark.ranks(2)
 def test_early_ends_of_windows_and_one_host_under_fsdp(monkeypatch):
     """A factor of 2 after the sum cancels out with the half of each loss, to the last bit.
 
@@ -374,7 +368,6 @@ def test_early_ends_of_windows_and_one_host_under_fsdp(monkeypatch):
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.ranks(2)
 def test_ranks_without_batches_have_no_momenta_for_the_others(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of()
@@ -399,6 +392,7 @@ def check_links(name, gradients="onebit", precision="no", *, warmup=9, **options
 
 
 @EACH
+@pytest.mark.ranks(1)
 def test_options_that_do_not_go_together_are_refused(name):
     check = functools.partial(check_links, name)
     check()
@@ -411,6 +405,7 @@ def test_options_that_do_not_go_together_are_refused(name):
         check(precision="fp16")
 
 
+@pytest.mark.ranks(1)
 def test_options_that_one_strategy_alone_refuses():
     check_links("fsdp", precision=Precision(param="bf16", reduce="fp32"))
     low = Precision(param="bf16")

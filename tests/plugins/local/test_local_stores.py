@@ -11,6 +11,8 @@ from local_trainings import Training, hosts, local
 from local_workers import Blocks, Rounds, loss_of
 from resumed_workers import check_same_bits, goes_on_bit_for_bit
 
+pytestmark = pytest.mark.ranks(2)
+
 STREAMING = Rounds(every=4, fragments=2, delay=3, keep=0.5)
 INNERS = ["zero1", "offload", "zero3", "part", "fsdp", "megatron"]
 ROUNDS = {
@@ -71,7 +73,6 @@ def same_bits(trainings, steps=9):
         training.close()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("rounds", ROUNDS.values(), ids=ROUNDS)
 @pytest.mark.parametrize("inner", INNERS)
 def test_stores_change_no_bit(tmp_path, inner, rounds):
@@ -94,7 +95,6 @@ class Skips(Blocks):
         return inputs[:, :3] * self.first.weight.sum() if torch.distributed.get_rank() else used
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("inner", "model"), [("offload", Skips), ("fsdp", Blocks)])
 def test_masters_in_stores(tmp_path, inner, model):
     """Outer steps read and write masters, whose last digits forward never sees.
@@ -110,7 +110,6 @@ def test_masters_in_stores(tmp_path, inner, model):
     same_bits(trainings, steps=5)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("inner", ["offload", "fsdp"])
 def test_masters_go_on_bit_for_bit(tmp_path, inner):
     options = {"precision": "bf16", "dtypes": {"param": "bf16"}}
@@ -122,14 +121,12 @@ def test_masters_go_on_bit_for_bit(tmp_path, inner):
     goes_on_bit_for_bit(str(tmp_path / "checkpoint"), make)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("inner", INNERS)
 def test_a_round_goes_on_bit_for_bit(tmp_path, inner):
     _, beside = stored(inner, tmp_path / "stores")
     goes_on_bit_for_bit(str(tmp_path / "checkpoint"), lambda: Stored(beside, STREAMING))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("back", [False, True], ids=["into stores", "out of stores"])
 def test_a_checkpoint_goes_on_with_and_without_stores(tmp_path, back):
     inners = stored("offload", tmp_path / "stores")
@@ -143,7 +140,6 @@ def test_a_checkpoint_goes_on_with_and_without_stores(tmp_path, back):
     check_same_bits(second.own(), first.own())
 
 
-@pytest.mark.ranks(2)
 def test_kept_errors_and_changed_weights(tmp_path):
     """Exchanges by int4 keep errors; the script sets a weight, which outer weights follow."""
     trainings = [
@@ -158,7 +154,6 @@ def test_kept_errors_and_changed_weights(tmp_path):
     same_bits(trainings, steps=4)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("inner", ["offload", "fsdp"])
 def test_a_param_group_that_comes_later(tmp_path, inner):
     """A store steps its parameters from the first step on: outer weights are those before it."""
@@ -176,13 +171,13 @@ def test_a_param_group_that_comes_later(tmp_path, inner):
     same_bits(trainings, steps=4)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("inner", ["fsdp", "zero1"])
 def test_a_gradient_that_one_worker_lacks_in_the_warm_up(tmp_path, inner):
     rounds = Rounds(every=2, warmup_steps=3)
     same_bits([Stored(e, rounds, model=Skips()) for e in stored(inner, tmp_path)], steps=5)
 
 
+@pytest.mark.ranks(1)
 def test_steps_that_come_late_are_refused():
     late = {"optimizer": "cpu", "delayed": True}
     for nested in (

@@ -12,6 +12,8 @@ from drivetrain.testing.conformance.suite import everyone
 from drivetrain.testing.models import OUT, WIDTH
 from stacks import Lossy, Tower
 
+pytestmark = pytest.mark.ranks(2)
+
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
@@ -100,7 +102,6 @@ CASES = {
 
 @pytest.mark.complete
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.ranks(2)
 def test_a_cell_steps_as_one_process_on_all_rows(case):
     """Rows of batches are odd, and windows of two batches, where calls would be the window's."""
     cell, option, level, expected = CASES[case]
@@ -129,7 +130,6 @@ def test_replicas_have_as_many_pieces(cell):
     train(FOUR[cell], 4, "handed over", window=2)
 
 
-@pytest.mark.ranks(2)
 def test_the_stage_that_needs_most_decides_and_its_peak_grows_with_rows_of_a_part(monkeypatch):
     """One row of each of 3 parts takes what 3 rows take: the room is for four times as much.
 

@@ -12,6 +12,8 @@ import pytest
 from drivetrain.errors import CheckpointError, StorageError
 from offloaded_trainings import STRATEGIES, Training
 
+pytestmark = pytest.mark.ranks(2)
+
 STORES = {
     "zero2": ("zero2", {}),
     "zero3": ("zero3", {}),
@@ -49,7 +51,6 @@ def test_a_disk_that_fails_ends_the_only_rank(tmp_path):
 
 
 @pytest.mark.parametrize("which", ["zero2", "fsdp, late"])
-@pytest.mark.ranks(2)
 def test_a_save_that_cannot_read_is_not_committed(which, tmp_path):
     training = started(which, tmp_path).steps(2)
     save = training.accelerator.save_state
@@ -74,7 +75,6 @@ PLACES = (
 
 
 @pytest.mark.parametrize("which", ["zero3", "fsdp, late"])
-@pytest.mark.ranks(2)
 def test_an_interrupted_step_does_not_spoil_the_next(which, tmp_path):
     """On all ranks at the same place; then the checkpoint before gives the very same steps."""
     training = started(which, tmp_path).steps(2)

@@ -15,6 +15,8 @@ from offloaded_trainings import STRATEGIES, Free, Net, Training, assert_same, lo
 from waits import PATIENCE_S
 from zero_stages import MASTERS
 
+pytestmark = pytest.mark.ranks(2)
+
 EARLY = {"optimizer": "cpu", "in_backward": True}
 
 
@@ -29,7 +31,6 @@ def check_bits(name, path, run):
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp"])
-@pytest.mark.ranks(2)
 def test_bits_are_those_of_steps_that_begin_later(name, tmp_path):
     """In windows, with masters, and with weighted losses, whose factor is known before backward."""
     model = Free if name == "zero2" else Net
@@ -49,7 +50,6 @@ def test_bits_are_those_of_steps_that_begin_later(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
-@pytest.mark.ranks(2)
 def test_gradients_of_low_dtypes_are_multiplied_in_that_of_sums(name):
     """By the factor of weights, before an update begins, and by a script, after a step."""
     low = {"mixed_precision": "bf16", "config": {"dtypes": {"param": "bf16", "reduce": "bf16"}}}
@@ -72,7 +72,6 @@ def test_gradients_of_low_dtypes_are_multiplied_in_that_of_sums(name):
     assert_same(*found)
 
 
-@pytest.mark.ranks(2)
 def test_updates_begin_in_backward_and_show_at_the_step(monkeypatch):
     """The first block's backward waits for the update of the last; weights change at the step."""
     training = Training({**STRATEGIES["fsdp"], "offload": EARLY}, model=Free)
@@ -130,7 +129,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.ranks(2)
 def test_nothing_may_change_before_the_step():
     for found, change in CHANGES.items():
         training = Training({**STRATEGIES["zero2"], "offload": EARLY}, model=Free)
@@ -140,7 +138,6 @@ def test_nothing_may_change_before_the_step():
         training.accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_gradients_are_read_and_a_checkpoint_takes_everything_back(tmp_path):
     """Norms are those without; what was begun is forgotten where another state comes."""
     found = []
@@ -185,7 +182,6 @@ def test_what_does_not_go_together():
         Training({**STRATEGIES["zero2"], "offload": {"in_backward": True}})
 
 
-@pytest.mark.ranks(2)
 def test_two_optimizers_step_what_is_theirs():
     """A unit of both waits for each; one that is not stepped is an error at the next backward."""
     found = []
@@ -215,7 +211,6 @@ def halves(number):
     return make
 
 
-@pytest.mark.ranks(2)
 def test_optimizers_of_other_parameters_go_on():
     """Those whose parameters rest, with gradients of before, and those that come later."""
     found = []
@@ -260,7 +255,6 @@ class Pair:
         self.accelerator.backward(loss, **options)
 
 
-@pytest.mark.ranks(2)
 def test_two_models_take_turns():
     """A backward through a model that does not train begins nothing of it."""
     found = []
@@ -278,7 +272,6 @@ def test_two_models_take_turns():
     assert_same(*((norms, weights, {}) for norms, weights in found))
 
 
-@pytest.mark.ranks(2)
 def test_gradients_of_two_models_stay_as_they_are():
     clips = "expected no clipping with offload.in_backward"
     for text, change in (

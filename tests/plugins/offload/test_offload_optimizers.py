@@ -12,6 +12,8 @@ from drivetrain_offload.strategy import InStoreShard
 from drivetrain_offload.tiles import Tiler
 from offloaded_trainings import STRATEGIES, Free, Training, loss_of, offloads
 
+pytestmark = pytest.mark.ranks(2)
+
 LATE = {"optimizer": "cpu", "delayed": True}
 
 
@@ -65,7 +67,6 @@ def test_two_optimizers_step_one_unit_at_once(name, tmp_path, monkeypatch):
         torch.testing.assert_close(run(offload), expected, rtol=0, atol=0)
 
 
-@pytest.mark.ranks(2)
 def test_late_updates_of_two_optimizers_that_leave_one_parameter_out():
     """Each takes over its own; ranks go on with equal parameters, one step late."""
     accelerator, model = started("zero1", LATE)
@@ -87,7 +88,6 @@ def test_late_updates_of_two_optimizers_that_leave_one_parameter_out():
         assert torch.equal(everyone[0], everyone[1])
 
 
-@pytest.mark.ranks(2)
 def test_dtensors_right_after_a_step(monkeypatch):
     def run(**offload):
         training = Training({**STRATEGIES["fsdp"], **offload}).steps(1)

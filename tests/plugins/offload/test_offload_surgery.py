@@ -8,6 +8,8 @@ from torch.optim import SGD
 from drivetrain.errors import UsageError
 from zero_stages import MASTERS, start
 
+pytestmark = pytest.mark.ranks(2)
+
 CHANGED = 8.0
 RATE = 2.0**-10
 """So small that bf16 has no room for what a step does to ``CHANGED``."""
@@ -54,7 +56,6 @@ class Training:
 @pytest.mark.parametrize(
     ("name", "precision"), [("zero2", "bf16"), ("zero3", "fp32"), ("fsdp", "bf16")]
 )
-@pytest.mark.ranks(2)
 def test_changes_reach_masters(name, precision, tmp_path):
     """They come on top of late updates: what was not changed is as if nothing had been."""
     disk = {"optimizer": "nvme", "path": str(tmp_path)}
@@ -76,7 +77,6 @@ def test_changes_reach_masters(name, precision, tmp_path):
     assert all((value - CHANGED).abs().max() < 0.5 for value in weight)
 
 
-@pytest.mark.ranks(2)
 def test_writes_that_leave_no_trace_reach_masters_or_are_refused(tmp_path):
     disk = {"optimizer": "nvme", "path": str(tmp_path)}
     for steps in (0, 2):  # what is saved before the next step has them, too

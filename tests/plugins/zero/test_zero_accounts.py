@@ -15,6 +15,8 @@ from drivetrain.testing.conformance.suite import everyone
 from stacks import Block
 from zero_stages import SHARDED, start
 
+pytestmark = pytest.mark.ranks(2)
+
 DIM = 48
 SMALL = {"bucket_mib": 0.1}
 LOCAL, KEPT = {"accumulate": "local"}, {"reshard_after_forward": False}
@@ -51,7 +53,6 @@ class Run:
         return self.accelerator.traffic.sent()
 
 
-@pytest.mark.ranks(2)
 def test_nothing_grows():
     """After 15 steps there are not more objects than before, but for less than one per step."""
     run = Run({**SHARDED, **SMALL})
@@ -73,7 +74,6 @@ def test_nothing_grows():
     ],
     ids=["sharded", "zero1", "zero2"],
 )
-@pytest.mark.ranks(2)
 def test_wire_is_that_of_the_formulas(strategy, forms):
     """2 f P elements per step, 3 f P under stage 3, f = (N-1)/N; stages 2 and 3 by micro-batch.
 

@@ -15,6 +15,8 @@ from drivetrain.testing.conformance.suite import Twins, everyone
 from drivetrain.testing.models import CASES
 from zero_stages import calls, each, start
 
+pytestmark = pytest.mark.ranks(3)
+
 
 def reduces_each(strategy):
     return strategy["name"] != "zero1" and strategy.get("accumulate") != "local"
@@ -46,7 +48,6 @@ def weighted_step(twins, batches, *, clip=False):
 
 
 @each("sharded", "zero1", "local")
-@pytest.mark.ranks(3)
 def test_windows_with_unequal_weights(strategy):
     """Tokens of every rank and micro-batch count alike, also zero of them; A reductions or one."""
     accelerator = start(strategy, gradient_accumulation_steps=3)
@@ -67,7 +68,6 @@ def test_windows_with_unequal_weights(strategy):
 
 
 @each("sharded", "zero1")
-@pytest.mark.ranks(3)
 def test_norms_over_shards(strategy):
     """Every norm is that of the whole model, for groups, subsets, models together, and NaN."""
     accelerator = start(strategy)

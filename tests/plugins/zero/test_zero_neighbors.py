@@ -10,13 +10,14 @@ from drivetrain.cost import ModelSpec
 from drivetrain.testing.conformance.suite import Twins, adamw
 from drivetrain.testing.models import CASES
 
+pytestmark = pytest.mark.ranks(4)
+
 
 def start():
     strategy = {"name": "zero3", "keep_below": 0, "reshard_after_forward": 2}
     return Accelerator(strategy=strategy, cpu=True)
 
 
-@pytest.mark.ranks(4)
 def test_trains_like_one_process():
     """What neighbors kept of the old values is dropped by a step without backward in between."""
     for name in ("mlp", "tied", "odd_shapes", "called_twice", "recomputed", "mixed_dtypes"):
@@ -31,7 +32,6 @@ def test_trains_like_one_process():
         accelerator.free_memory()
 
 
-@pytest.mark.ranks(4)
 def test_backward_gathers_from_neighbors():
     """Between forward and backward half of a unit is kept; the other half comes from next door."""
     accelerator = start()

@@ -11,6 +11,8 @@ from drivetrain.errors import RankMismatchError
 from stacks import Parts
 from zero_stages import MASTERS, each, start
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def shortening(m, rows):
     """Shorten the rows of a batch, from the third call on, more each time."""
@@ -19,7 +21,6 @@ def shortening(m, rows):
 
 
 @pytest.mark.parametrize(("name", "alike"), [("zero2", 0), ("zero3", 1), ("fsdp", 0)])
-@pytest.mark.ranks(2)
 def test_rows_that_each_rank_writes_by_itself_are_refused(name, alike):
     """The first time, or after a time at which ranks wrote alike."""
     accelerator = Accelerator(strategy=name, cpu=True)
@@ -37,7 +38,6 @@ def test_rows_that_each_rank_writes_by_itself_are_refused(name, alike):
 
 
 @each("zero1", "zero2")
-@pytest.mark.ranks(2)
 def test_masters_follow_what_a_script_writes_before_a_step(strategy):
     """A step of rate 0 leaves weights in bf16 as they were written; masters would undo it."""
 
