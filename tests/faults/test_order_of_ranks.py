@@ -45,7 +45,6 @@ class Training:
             self.steps(odd)
             self.accelerator.wait_for_everyone()
         assert self.step <= STEP + 1  # no mean of gradients of different steps
-        self.accelerator.free_memory()
         return str(caught.value)
 
 

@@ -124,7 +124,6 @@ def test_with_an_exact_method_training_is_the_algorithm_in_one_process(
         for key, value in weights(expected).items():
             torch.testing.assert_close(found[key], value, rtol=0, atol=LIMIT, msg=key)
         check_equal_groups(accelerator, model, optimizer)
-        accelerator.free_memory()
 
 
 OTHERS = {
@@ -191,7 +190,6 @@ def test_with_signs_ranks_stay_equal_bytes_are_as_promised_and_a_checkpoint_goes
     assert apart > LIMIT, "nothing was approximate"
     # No batch uses these rows.
     assert not torch.equal(expected["table.weight"][-9:], awkward(width).table.weight[-9:])
-    accelerator.free_memory()
     for way in ((name, "momentum", {}), *OTHERS[name]):
         accelerator, model, optimizer = loaded(*way)
         accelerator.load_state(tmp_path)
@@ -201,7 +199,6 @@ def test_with_signs_ranks_stay_equal_bytes_are_as_promised_and_a_checkpoint_goes
         assert equal is (way == (name, "momentum", {})), way
         moved = max(float((found[key] - expected[key]).abs().max()) for key in expected)
         assert moved < FURTHEST, way
-        accelerator.free_memory()
     monkeypatch.setenv("GROUP_RANK", "0")
     found = []
     for exchange, far in (("momentum", {}), ("gradients", {"gradients": "exact"})):
@@ -210,7 +207,6 @@ def test_with_signs_ranks_stay_equal_bytes_are_as_promised_and_a_checkpoint_goes
         # All ranks of a group take the same way, and under fsdp this is one group.
         go_on(accelerator, range(WARMUP + 1, STEPS), 4 if name == "fsdp" else 1)
         found.append(whole(accelerator, model))
-        accelerator.free_memory()
     assert all(torch.equal(found[0][key], found[1][key]) for key in expected)
 
 
@@ -228,7 +224,6 @@ def test_a_step_that_is_not_finite_leaves_momenta_and_errors_of_several_buckets(
             optimizer.zero_grad()
         train(accelerator, model, optimizer, range(WARMUP + 2, STEPS))
         found.append(weights(model))
-        accelerator.free_memory()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
@@ -331,7 +326,6 @@ def test_models_in_bfloat16_and_one_group_over_several_hosts_are_refused_under_f
     with pytest.raises(ConfigError, match="momenta and variances of fp32"):
         model, _ = accelerator.prepare(model, optimizer_of(model, AdamW))
         accelerator.backward(model(batch(0, 0)[0], branch=True))
-    accelerator.free_memory()
     accelerator = accelerator_of("fsdp", form={"shard_size": 2})
     with pytest.raises(ConfigError, match="a group of ranks on each host"):
         prepared(accelerator)
@@ -349,7 +343,6 @@ def test_early_ends_of_windows_and_one_host_under_fsdp(monkeypatch):
         model, optimizer = prepared(accelerator, width=WIDTHS["fsdp"])
         train(accelerator, model, optimizer, range(STEPS), together=2)
         exact.append(whole(accelerator, model))
-        accelerator.free_memory()
     spread(monkeypatch)
     found = []
     for window in (1, 2):
@@ -363,7 +356,6 @@ def test_early_ends_of_windows_and_one_host_under_fsdp(monkeypatch):
                 optimizer.step()
                 optimizer.zero_grad()
         found.append(whole(accelerator, model))
-        accelerator.free_memory()
     for one, other in (exact, found):
         assert all(torch.equal(one[key], other[key]) for key in one)
 

@@ -225,4 +225,3 @@ def test_writes_in_a_forward_and_views_outside_of_it(strategy):
         twins.backward(4)
         twins.step()
         assert_freed(twins)
-        accelerator.free_memory()

@@ -40,7 +40,6 @@ def check(options, keys, live_units=2):
     twins = Twins(accelerator, GPT, adamw)
     assert {unit.layout.key for unit in units_of(twins)} == keys
     train(twins, range(3))
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -61,10 +60,7 @@ def test_a_class_that_only_another_stage_has():
         accelerator = start({"name": "megatron", "pp": 2, "data_parallel": inside})
         model = nn.Sequential(Block(), Block(), Residual(WIDTH), Residual(WIDTH))
         model.dummy_inputs = {"input": torch.zeros(2, WIDTH)}
-        try:
-            accelerator.prepare(model, adamw(model))
-        finally:
-            accelerator.free_memory()
+        accelerator.prepare(model, adamw(model))
 
     prepared("Block")
     there = r"found 'Nope'.*Block \(2\), Linear \(8\), Residual \(2\)"
@@ -88,7 +84,6 @@ def test_a_function_that_differs_between_ranks(monkeypatch):
         expected = (UsageError, "of class str") if own else (RankMismatchError, found)
         with pytest.raises(expected[0], match=expected[1]):
             Twins(accelerator, GPT)
-        accelerator.free_memory()
     turned = chosen_by(monkeypatch, lambda model: [*model.blocks][:: -1 if odd else 1])
     check(turned, {"", *BLOCKS})  # the order means nothing
 

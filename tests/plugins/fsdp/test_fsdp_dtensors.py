@@ -141,4 +141,3 @@ def test_strategies_without_rows_and_ranks_with_whole_tensors_are_refused():
         accelerator, model, _ = start(strategy, build())
         with pytest.raises(UsageError, match=found):
             accelerator.dtensors(model)
-        accelerator.free_memory()

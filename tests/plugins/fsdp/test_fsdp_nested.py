@@ -72,7 +72,6 @@ def test_windows_over_cells_and_pipelines():
     assert len(matrices) == 2 * 7
     assert all(s.owned_numel == whole[s.name] // 4 for s in matrices)
     assert not any(unit.live_bytes for unit in inner.placement.units)
-    twins.accelerator.free_memory()
     twins = twins_of("blocks", pp=2)
     train(twins, range(2))
 

@@ -68,5 +68,3 @@ def test_optimizers_with_a_past_and_exported_weights(strategy, tmp_path):
         everyone(None)
         exports = [dict(read_export(tmp_path / name / one)) for one in ("export", "alone")]
         torch.testing.assert_close(*exports, rtol=0, atol=0)
-        alone.free_memory()
-        accelerator.free_memory()

@@ -85,7 +85,6 @@ def test_live_units(recompute):
         assert not any(between), "the tied table stays while blocks compute"
         assert twins.model.head.weight is twins.model.embedding.weight
         twins.check()
-        accelerator.free_memory()
 
 
 @pytest.mark.ranks(3)
@@ -105,7 +104,6 @@ def test_other_paths_than_last_time():
             assert_freed(twins)
             twins.step()
         twins.check()
-        accelerator.free_memory()
 
 
 def forward_in(model, blocks, inputs):
@@ -134,7 +132,6 @@ def test_kept_for_a_window():
             assert gathers == ["embedding", *(f"blocks.{i}" for i in range(4)), "embedding"]
             assert_freed(twins)
         twins.check()
-        accelerator.free_memory()
 
 
 def test_kept_until_somebody_steps():

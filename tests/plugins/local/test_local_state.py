@@ -188,7 +188,6 @@ def test_a_layer_that_is_frozen_in_mid_round_is_exchanged_once_more(folder, inne
         first = {name: p.detach().clone() for name, p in training.model.first.named_parameters()}
     check_alike_on_all_ranks(first)
     assert torch.equal(first["weight"], training.outer()["first.weight"])
-    training.close()
     resumed = Training(local(rounds, inner), wide(), links={"gradients": "int4"})
     resumed.model.first.requires_grad_(False)
     resumed.accelerator.load_state(folder)

@@ -69,8 +69,6 @@ def same_bits(trainings, steps=9):
         for found, mine in others:
             check_same_bits(found, outer)
             check_same_bits(mine, own)
-    for training in trainings:
-        training.close()
 
 
 @pytest.mark.parametrize("rounds", ROUNDS.values(), ids=ROUNDS)

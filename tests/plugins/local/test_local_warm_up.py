@@ -40,8 +40,6 @@ def test_windows_and_clipping_are_those_of_data_parallelism(monkeypatch, inner):
     check_equal(warm.outer(), by_hand.train(9, micro_batches=2))
     worker = by_hand.models[warm.rank // 2]
     check_equal(warm.own(), dict(worker.named_parameters()))
-    warm.close()
-    exact.close()
     weighted = Training(local(ROUNDS, inner, "hosts"), **options)
     exact = Training("ddp", **options)
     for each in (weighted, exact):
@@ -149,8 +147,6 @@ def test_late_workers_are_waited_for_in_the_warm_up():
     assert late.strategy.pace.ranks is not None
     late.run(4, 8)
     check_equal(late.outer(), ByHand(2, 1, ROUNDS, adamw).train(8))
-    late.close()
-    exact.close()
     late = Training(local(ROUNDS, late_s=60.0), on_nonfinite="skip")
     with pytest.raises(ConfigError, match="on_nonfinite: expected stop or ignore"):
         late.run(0, 1)

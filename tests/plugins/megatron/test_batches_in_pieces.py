@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator
 from drivetrain.facade import pieces
-from drivetrain.testing.conformance.suite import everyone
 from drivetrain.testing.models import OUT, WIDTH
 from stacks import Lossy, Tower
 
@@ -82,8 +81,6 @@ def train(cell, option, level, *, window=1, steps=4):
             used.clear()
     found = accelerator.get_state_dict(model)
     torch.testing.assert_close(found, twin.state_dict(), **EXACT)
-    everyone(None)
-    accelerator.free_memory()
     return sizes
 
 

@@ -72,10 +72,6 @@ class Run:
         self.step(0)
         return {key: count for key, count in self.accelerator.traffic.sent().items() if count}
 
-    def close(self):
-        everyone(None)
-        self.accelerator.free_memory()
-
 
 GIVEN = ((token_batch(0, rows=ROWS, length=TOKENS),), {})
 
@@ -165,7 +161,6 @@ def test_bytes_of_a_step(cells):
         with case(name, options):
             run = Run(name, **options)
             assert run.sent() == dict(run.cost.sent)
-            run.close()
 
 
 def test_layers_and_few_others_are_all_there_is():
@@ -214,7 +209,6 @@ def check_held(run):
     gradients = [*run.strategy.gradients(), *(g for g in shown if type(g) is torch.Tensor)]
     assert storage(gradients) <= held["gradients"] + 64
     assert storage([*parameters, *kept]) >= held["parameters"]
-    run.close()
 
 
 def storage(tensors):

@@ -206,7 +206,6 @@ def check_training(name, dropout=0.1, windows=2, recompute=None, **options):
                 both.check_gradients()
                 both.step()
     assert masks.forwards == 2 * windows
-    both.close()
 
 
 @pytest.mark.ranks(2)
@@ -245,7 +244,6 @@ def check_pipeline(name):
             both.accelerator.backward(loss_of(both.model, token_batch(batch)))
         (loss_of(both.twin, token_batch(batch)) / 2).backward()
     both.check_gradients()
-    both.close()
 
 
 @SEQUENCE
@@ -461,7 +459,6 @@ def test_a_run_that_goes_on_drops_as_if_it_had_never_stopped(tmp_path, options):
     losses(both, range(2))
     both.accelerator.save_state(tmp_path / "saved")
     expected = losses(both, range(2, 4))
-    both.close()
     both = prepared(build("gpt2", 0.2), **options)
     both.accelerator.load_state(tmp_path / "saved")
     assert losses(both, range(2, 4)) == expected

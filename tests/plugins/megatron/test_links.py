@@ -73,7 +73,6 @@ def of_words(build, activations, **options):
     spec = ModelSpec.of(training.whole, inputs=((batches[0],), {}))
     strategy = training.accelerator.strategy_of(training.model)
     assert sent == dict(Megatron.cost(strategy.config, spec, strategy.run).sent)
-    training.accelerator.free_memory()
     return losses, sent, weights
 
 
@@ -176,7 +175,6 @@ def test_no_gradient_stays_no_gradient_and_integers_stay_whole(monkeypatch):
         assert all(p.grad is None for n, p in training.model.named_parameters() if ".side." in n)
         for key, value in training.weights().items():
             assert torch.equal(value, before[key]) is (".side." in key)
-        training.accelerator.free_memory()
     integers = found["exact"] - 2 * (found["exact"] - found["bf16"])
     assert found["exact"] > found["bf16"]
     assert integers == (4 * 6 * 8 if os.environ["RANK"] == "0" else 0)
@@ -194,7 +192,6 @@ def test_two_bytes_are_not_rounded_and_other_methods_are_refused(monkeypatch):
         loss = training.model(x).square().mean()
         training.accelerator.backward(loss)
         found.append((loss.item(), training.sent()[FAR]))
-        training.accelerator.free_memory()
     assert found[0] == found[1]
     with pytest.raises(RankMismatchError, match="links"):
         Training(llama().float(), METHODS[int(os.environ["RANK"])])
@@ -252,7 +249,6 @@ def check(inner, folder):
         found[method] = weights(accelerator, model)
         sent = accelerator.traffic.sent()
         assert (("dp.far", "all_to_all") in sent) is (method == "int4")
-        accelerator.free_memory()
     apart = max(float((found["int4"][k] - v).abs().max()) for k, v in found["exact"].items())
     assert 1e-6 < apart < 0.05
     accelerator, model, optimizer = started(inner, "int4")
@@ -260,7 +256,6 @@ def check(inner, folder):
     step(accelerator, model, optimizer, 3)
     again = weights(accelerator, model)
     assert all(torch.equal(again[name], value) for name, value in found["int4"].items())
-    accelerator.free_memory()
 
 
 @pytest.mark.parametrize(("hosts", "lines"), [("aabb", 1), ("aabc", 0), ("abcd", 0)])

@@ -14,7 +14,6 @@ from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.losses import DIVIDED, Classes, linear_cross_entropy
-from drivetrain.testing.conformance.suite import everyone
 from drivetrain_megatron.pipeline.losses import TargetCounter, Weights
 from drivetrain_megatron.plan.trial import run_emulated
 from drivetrain_megatron.tensor.linear import attach_column, attach_row
@@ -120,10 +119,6 @@ class Cell:
         if self.window == 1:
             assert sent == {key: count for key, count in self.cost.sent.items() if count}
 
-    def close(self):
-        everyone(None)
-        self.accelerator.free_memory()
-
 
 @pytest.mark.parametrize(
     ("build", "options"),
@@ -186,7 +181,6 @@ def test_stages_and_replicas_of_divided_words():
     cell = Cell(gpt2, pp=2, tp=2, sequence_parallel=True)
     cell.check()
     assert {*cell.strategy.pipeline._losses._known.values()} == {Weights.TARGETS}
-    cell.close()
     cell = Cell(llama, tp=2, data_parallel={"name": "zero3"})
     cell.check(1)
 

@@ -34,7 +34,6 @@ def test_norm_of_cells():
                 assert len(set(everyone(norm.item()))) == 1
                 both.step()
         both.check_weights()
-        both.close()
 
 
 def test_subset():
@@ -51,7 +50,6 @@ def test_subset():
                 both.clip(float("inf"))
                 both.step()
         both.check_weights()
-        both.close()
 
 
 def test_gradients_that_are_none():
@@ -99,4 +97,3 @@ def test_frozen_and_thawed_after_prepare():
                 both.model.requires_grad_(True)
                 both.twin.requires_grad_(True)
         both.check_weights()
-        both.close()

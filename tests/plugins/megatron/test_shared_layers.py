@@ -66,7 +66,6 @@ def test_steps_equal_one_process():
         )
         assert mine < 0.8 * whole
         both.train(numbers(4, WIDTH), numbers(4, WIDTH, seed=1))
-        both.close()
 
 
 def test_a_penalty_through_layers_with_one_input_is_refused():

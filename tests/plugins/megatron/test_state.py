@@ -91,7 +91,6 @@ def check_built(folder, name, options):
     model, optimizer = prepared(ordinary, build(name, layers))
     trained = train(ordinary, model, optimizer)
     ordinary.save_model(model, folder, max_shard_size="20KB")
-    ordinary.free_memory()
 
     accelerator = accelerator_of(**options)
     with accelerator.building():
@@ -99,7 +98,6 @@ def check_built(folder, name, options):
     model, optimizer = prepared(accelerator, model)
     same(accelerator.get_state_dict(model), expected)
     same(train(accelerator, model, optimizer), trained)
-    accelerator.free_memory()
 
     accelerator = accelerator_of(**options)
     if accelerator.is_main_process:
@@ -112,7 +110,6 @@ def check_built(folder, name, options):
         model = build(name, layers, seed=99)
     model, _ = prepared(accelerator, model)
     same(accelerator.get_state_dict(model), trained)
-    accelerator.free_memory()
 
 
 @pytest.mark.parametrize("options", [TP, PP])
@@ -152,7 +149,6 @@ def test_state_of_a_compiled_model(tmp_path):
         model, _ = prepared(accelerator, torch.compile(build("gpt2", 2), backend="eager"))
         same(accelerator.get_state_dict(model), expected)
         accelerator.save_model(model, tmp_path / next(iter(options)))
-        accelerator.free_memory()
 
 
 @pytest.mark.ranks(4)
@@ -176,7 +172,6 @@ def test_each_rank_reads_its_share_alone_and_changes_reach_copies(tmp_path, monk
     model, _ = prepared(accelerator, model)
     held = [p.untyped_storage().nbytes() // p.itemsize for p in held_parameters(model)]
     assert sum(read) == sum(held)
-    accelerator.free_memory()
 
     accelerator, twin = accelerator_of(**TP, **PP), build("gpt2").eval()
     model, _ = prepared(accelerator, build("gpt2"))
@@ -224,7 +219,6 @@ def test_generation_and_gathered_parameters():
                 if accelerator.is_main_process:
                     parameter.data.fill_(7.0)
             assert (parameter == 7).all()
-        accelerator.free_memory()
 
 
 class Buffered(Stack):
@@ -262,7 +256,6 @@ def test_buffers(tmp_path):
     found = accelerator.get_state_dict(model)
     torch.testing.assert_close(found, {name: 2 * t for name, t in twin.state_dict().items()})
     accelerator.save_state(tmp_path / "saved")
-    accelerator.free_memory()
     other = Accelerator(cpu=True, strategy="ddp")
     whole, _ = prepared(other, Buffered())
     other.load_state(tmp_path / "saved")
@@ -328,7 +321,6 @@ def test_optimizer_of_whole_matrices_is_refused():
                 accelerator.prepare(accelerator.prepare(model), optimizer)
             else:
                 accelerator.prepare(model, optimizer)
-        accelerator.free_memory()
 
 
 def test_state_of_whole_matrices_is_not_loaded(tmp_path):
@@ -339,7 +331,6 @@ def test_state_of_whole_matrices_is_not_loaded(tmp_path):
     accelerator.backward(model(torch.ones(2, 8)).square().mean())
     optimizer.step()
     accelerator.save_state(tmp_path / "state")
-    accelerator.free_memory()
     accelerator = Accelerator(strategy=TP2, cpu=True)
     model = built()
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

@@ -27,7 +27,6 @@ def check_training(name, **options):
             both.check_gradients()
         both.step()
     both.check_weights()
-    both.close()
 
 
 def test_selective_recompute_sums_products_anew():
@@ -39,7 +38,6 @@ def test_selective_recompute_sums_products_anew():
             both.accelerator.recompute(both.model, mode="selective")
             both.backward(token_batch(0))
             both.check_gradients()
-            both.close()
 
 
 @pytest.mark.exhaustive
@@ -112,7 +110,6 @@ def check(name, options, mode):
             both.check_gradients()
         both.step()
         evaluate(2)
-    both.close()
 
 
 # --- ranks of a cell that get different batches hear of it at once, all of them ---
@@ -147,7 +144,6 @@ def test_what_differs_is_named():
     model.train()
     refused(tokens, model, input_ids=IDS.flip(0) if rank else IDS)
     refused(r"rank 0 has attention_mask: \(2, 7\)", model, IDS, attention_mask=mask)
-    accelerator.free_memory()
     accelerator, model = prepared()
     lengths = r"rank 0 has argument 0: \(2, 6\).*argument 0: \(2, 7\)"
     refused(lengths, model, IDS[:, : 6 + rank])
@@ -162,7 +158,6 @@ def test_replicas_may_differ():
     cell = accelerator.mesh["dp"].rank
     for step in range(2):
         accelerator.backward(model(token_batch(10 * step + cell)).logits.sum())
-    accelerator.free_memory()
     accelerator, model = prepared()
     rank = accelerator.process_index
     match = r"rank [02] has argument 0.*rank [13] has arg"

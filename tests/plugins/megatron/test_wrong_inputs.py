@@ -55,7 +55,6 @@ def test_more_stages_than_blocks():
         with case(layers):
             both.backward(IDS)
             both.check_gradients()
-        both.close()
 
 
 def test_a_loss_of_one_element_in_another_shape():
@@ -70,7 +69,6 @@ def test_a_loss_of_one_element_in_another_shape():
                 accelerator.backward(loss)
         assert loss.shape == (1,)
         assert len(set(everyone(loss.item()))) == 1
-        accelerator.free_memory()
 
 
 def test_a_script_that_branches_on_a_loss():
@@ -107,7 +105,6 @@ def test_a_penalty_on_parameters():
                 refused(PENALTY, partial(accelerator.backward, wrong))
             refused("returned, found none in it", partial(accelerator.backward, one))
             accelerator.backward(found)
-        both.close()
     # A loss function runs on the last stage alone; all of them refuse what it made.
     both = Twins(built(), pp=2)
 
@@ -127,7 +124,6 @@ def test_a_loss_times_a_value_of_another_stage():
             kind, match = UsageError, r"expected values for backward\(\)"
         with case(loss), pytest.raises(kind, match=match):
             both.accelerator.backward(wrong)
-        both.close()
 
 
 def test_losses_that_are_refused_leave_the_pipeline_as_it_was():
@@ -173,7 +169,6 @@ def test_a_second_backward():
             other = loss(model, IDS)
             refused(late, partial(backward, first))
             backward(other)
-        both.close()
 
 
 def test_second_derivatives_under_tensor_parallelism():
@@ -205,7 +200,6 @@ def test_backwards_in_another_order_and_forwards_without_one():
             for model, run in ((both.model, backward), (both.twin, torch.Tensor.backward)):
                 run(loss(model, IDS) + 2 * loss(model, token_batch(1, rows=3)))
             both.check_gradients()
-        both.close()
 
 
 def test_an_accumulation_window_out_of_order():
@@ -251,4 +245,3 @@ def test_ranks_that_do_not_agree():
             refused(match, lambda model=both.model: model(IDS), RankMismatchError)
         finally:
             torch.set_grad_enabled(True)
-        both.close()

@@ -135,7 +135,6 @@ def test_nothing_may_change_before_the_step():
         training.accelerator.backward(loss_of(training.model, 7))
         with pytest.raises(UsageError, match=rf"expected optimizer.step\(\).*found {found}"):
             change(training)
-        training.accelerator.free_memory()
 
 
 def test_gradients_are_read_and_a_checkpoint_takes_everything_back(tmp_path):
@@ -200,7 +199,6 @@ def test_two_optimizers_step_what_is_theirs():
         if offload is EARLY:
             with pytest.raises(UsageError, match="found another backward"):
                 training.accelerator.backward(loss_of(training.model, 5))
-        training.accelerator.free_memory()
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
@@ -231,7 +229,6 @@ def test_optimizers_of_other_parameters_go_on():
                     optimizer.step()
                     optimizer.zero_grad()
         found.append((training.losses, accelerator.get_state_dict(training.model), {}))
-        accelerator.free_memory()
     assert_same(*found)
 
 
@@ -268,7 +265,6 @@ def test_two_models_take_turns():
                 optimizer.step()
         weights = [pair.accelerator.get_state_dict(model) for model in (pair.maker, pair.judge)]
         found.append((norms, {**weights[0], **{f"judge.{k}": v for k, v in weights[1].items()}}))
-        pair.accelerator.free_memory()
     assert_same(*((norms, weights, {}) for norms, weights in found))
 
 
@@ -283,4 +279,3 @@ def test_gradients_of_two_models_stay_as_they_are():
         pair.backward(trains_judge=False)
         with pytest.raises(UsageError, match=text):
             change(pair)
-        pair.accelerator.free_memory()

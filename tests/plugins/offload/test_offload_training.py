@@ -97,7 +97,6 @@ def test_checkpoints_go_between_all(name, tmp_path):
         directory = tmp_path / f"state-{number}"
         first = Training(under(name, saved), **options).steps(2, clip=0.3)
         first.accelerator.save_state(str(directory))
-        first.accelerator.free_memory()
         second = Training(under(name, loaded), **options)
         second.accelerator.load_state(str(directory))
         second.losses = first.losses
@@ -126,12 +125,10 @@ def test_late_updates(tmp_path):
         assert_weights(training, plain)
         directory = str(tmp_path / "-".join(map(str, offload.values())).replace("/", "-"))
         training.accelerator.save_state(directory)
-        training.accelerator.free_memory()
         subtract(plain, waiting)
         loaded = Training(STRATEGIES["zero3"], make=lambda model: SGD(model.parameters(), lr=0.1))
         loaded.accelerator.load_state(directory)
         assert_weights(loaded, plain)
-        loaded.accelerator.free_memory()
 
 
 def assert_weights(training, plain):
@@ -163,7 +160,6 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(UsageError, match="a store keeps them"):
         held.norm()
     assert "values elsewhere" in repr(held)
-    training.accelerator.free_memory()
     for options, error, text in (
         ({"optimizer": "nope"}, ConfigError, "unknown store 'nope'"),
         ({"optimizer": "cpu", "store_options": {"nope": 1}}, ConfigError, "options of the stores"),

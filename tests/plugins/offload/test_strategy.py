@@ -103,4 +103,3 @@ def test_shards_beside_whole_values_are_counted(monkeypatch, delayed):
         kept = sum(flat.owned * flat.layout.master.itemsize for flat in flats) if delayed else 0
         promised = type(taken).cost(taken.config, spec, taken.run).held
         assert promised.get("masters", 0) == sum(beside) + kept, strategy
-        accelerator.free_memory()

@@ -65,7 +65,6 @@ def interrupted_run(strategy):
                 assert_freed(twins)
         train_window(twins, step, 2)
         twins.check()
-    accelerator.free_memory()
 
 
 @each("sharded", "zero1", "fsdp", "fsdp kept", "grad")
@@ -130,7 +129,6 @@ def test_what_is_freed_at_once():
             twins.optimizer.zero_grad()
             twins.optimizer.step()
             assert_freed(twins)
-        accelerator.free_memory()
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,6 @@ def test_graphs(strategy):
         except Exception as error:
             error.add_note(f"while training {graph.name!r}")
             raise
-        accelerator.free_memory()
 
 
 def slope(model, batch):
@@ -216,7 +215,6 @@ def test_what_modules_return_and_save():
         with torch.no_grad():
             twins.loss(50 + step)
         train(twins, [step])
-    accelerator.free_memory()
     accelerator = start(strategy)
     model, _ = accelerator.prepare(own := table(), SGD(own.parameters(), lr=0.1))
     for enabled in (True, False):

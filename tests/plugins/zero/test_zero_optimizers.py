@@ -39,7 +39,6 @@ def test_elementwise_optimizers_step_flat_ranges(strategy):
             accelerator = start(strategy)
             over_all = functools.partial(lambda make, model: make(model.parameters()), make)
             train(Twins(accelerator, CASES[case], over_all), range(2))
-            accelerator.free_memory()
 
 
 @each("sharded", "zero1")
@@ -104,7 +103,6 @@ def test_a_group_added_just_before_a_load_gets_its_state(strategy, tmp_path):
         else:
             optimizer.load_state_dict(found[0])
         found.append(optimizer.state_dict())
-        accelerator.free_memory()
     assert len(found[0]["state"]) == 4
     for state in found[1:]:
         torch.testing.assert_close(state, found[0], rtol=0, atol=0)

@@ -63,7 +63,6 @@ def test_a_model_of_small_parameters_is_said_to_stay_whole():
             accelerator = start({"name": "zero3", "keep_below": least})
             model = linear(HIDDEN, OUT)
             accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
-            accelerator.free_memory()
     assert len(lines) == accelerator.is_main_process  # of the first one
     assert all(f"set its keep_below to {HIDDEN * OUT} or less" in text for text in lines)
 
@@ -89,7 +88,6 @@ def test_freezing_and_thawing(strategy):
             twins.backward_twin(step)
             twins.step()
             twins.check()
-        accelerator.free_memory()
 
 
 @each("sharded", "zero1")
@@ -111,7 +109,6 @@ def test_a_layer_that_is_frozen_again_before_its_step(strategy):
                 model[0].requires_grad_(False)
             twins.step(set_to_none=set_to_none)
         twins.check()
-        accelerator.free_memory()
 
 
 @each("sharded", "zero1")
@@ -131,7 +128,6 @@ def test_parameters_that_come_after_prepare(strategy):
         batch = twins.case.batch(0, twins.axis.rank)
         with pytest.raises(UsageError, match=f"found another one, '{name}'"):
             accelerator.backward(twins.case.loss(twins.model, batch))
-        accelerator.free_memory()
 
 
 @each("sharded", "zero1")

@@ -43,7 +43,6 @@ def test_data_that_a_script_sets_is_trained(strategy):
                 for parameter in parameters:
                     parameter.data = parameter.data.clamp(-0.05, 0.05)
             twins.check()  # a state dict reads what was set
-        accelerator.free_memory()
 
 
 @EACH
@@ -121,7 +120,6 @@ def test_wrong_data_are_refused():
             parameter.data = right
         train(twins, 1)
         twins.check()
-        accelerator.free_memory()
 
     class Replacing(torch.nn.Linear):
         def forward(self, inputs):

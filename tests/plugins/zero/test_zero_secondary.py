@@ -101,7 +101,6 @@ def test_changed_and_loaded_values_reach_secondary_shards(monkeypatch, tmp_path)
     saved = weights(accelerator, model)
     train(accelerator, model, optimizer, range(2, 3))
     expected = weights(accelerator, model)
-    accelerator.free_memory()
 
     accelerator = start(monkeypatch, FORMS[0])
     model, optimizer = prepared(accelerator)
@@ -192,13 +191,11 @@ def test_skipped_steps_one_host_and_dtensors(monkeypatch):
 
     assert ("dp.far", "all_gather") not in growth(accelerator, skipped)
     assert torch.equal(model(batch(9, 0)).detach(), before)
-    accelerator.free_memory()
 
     accelerator = start(monkeypatch, FORMS[1])
     model, _ = prepared(accelerator)
     with pytest.raises(UsageError, match="expected secondary: none with DTensors"):
         accelerator.dtensors(model)
-    accelerator.free_memory()
 
     monkeypatch.delenv("GROUP_RANK", raising=False)
     said = []

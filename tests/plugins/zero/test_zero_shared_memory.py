@@ -72,6 +72,5 @@ def test_shared_memory_is_refused(strategy):
         with pytest.raises(UsageError, match=found):
             accelerator.prepare(model, AdamW(model.parameters()))
         accelerator.prepare(layers(change).requires_grad_(False))
-        accelerator.free_memory()
     accelerator = start(strategy)
     train(Twins(accelerator, Case("halves", partial(layers, halves)), adamw), range(2))

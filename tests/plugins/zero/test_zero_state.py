@@ -53,7 +53,6 @@ def test_state_dict_by_the_user(strategy):
         for key in trained:
             torch.testing.assert_close(whole[key], expected[key], rtol=1e-10, atol=1e-10)
         train(twins, range(1, 3))
-        accelerator.free_memory()
 
 
 @each("sharded", "zero1")
@@ -87,7 +86,6 @@ def test_load_state_dict_by_the_user(strategy):
                 twins.model.load_state_dict(given)
         twins.twin.load_state_dict(given)
         train(twins, range(1, 3))
-    accelerator.free_memory()
     accelerator = start(strategy)
     twins = Twins(accelerator, CASES["transposed"], adamw)
     train(twins, range(1))
@@ -175,9 +173,7 @@ def trained_bits(strategy):
             accelerator.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
-    result = weights(accelerator, model)
-    accelerator.free_memory()
-    return result
+    return weights(accelerator, model)
 
 
 @each("sharded", "zero2")
@@ -211,7 +207,6 @@ def test_surgery_changes_what_was_changed_alone(strategy):
         if not shard.state:
             expected = 3.0 * torch.ones(1) if shard.name == "0.bias" else before[shard.name]
             assert shard.tensor.equal(expected.expand_as(shard.tensor)), shard.name
-    accelerator.free_memory()
     accelerator = start(strategy)
     model = nn.Linear(64, 64, bias=False, dtype=torch.float64)
     model, _ = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))

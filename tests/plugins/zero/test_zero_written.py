@@ -54,4 +54,3 @@ def test_masters_follow_what_a_script_writes_before_a_step(strategy):
                 write(parameter)
         optimizer.step()
         assert all(each.eq(0.25).all() for each in accelerator.get_state_dict(model).values())
-        accelerator.free_memory()

@@ -98,7 +98,6 @@ def test_losses_that_are_handed_over(turn):
             assert loss.item() == pytest.approx(expected.item(), rel=1e-10), name
             both.check_gradients()
         assert set(both.strategy.pipeline._losses._known.values()) == {weights}, name
-        both.close()
 
 
 def sequence_first():

@@ -94,7 +94,6 @@ def check(name, loss_of, *, accumulation=1, rows=4, steps=2, evaluates=False, **
         torch.testing.assert_close(found, expected, **EXACT)
     both.eval()
     evaluate()
-    both.close()
 
 
 EACH = pytest.mark.parametrize("name", list(MODELS))
@@ -307,7 +306,6 @@ def test_each_division_goes_on_with_the_checkpoint_of_another(tmp_path):
         trained.steps(0, SAVED)
         trained.check(saved, name)
         trained.accelerator.save_state(tmp_path / name)
-        trained.accelerator.free_memory()
     for saver, name in itertools.pairwise([*DIVISIONS, "ddp"]):
         trained = Trained(name)
         trained.accelerator.load_state(tmp_path / saver)
@@ -315,7 +313,6 @@ def test_each_division_goes_on_with_the_checkpoint_of_another(tmp_path):
         trained.check(saved, where)
         trained.steps(SAVED, LAST)
         trained.check(last, where)
-        trained.accelerator.free_memory()
 
 
 # --- rank that fails in a pipeline: the others end soon, and say where they were ---
@@ -446,7 +443,6 @@ def test_calls_are_freed_without_a_step(grad):
 
         second, third = tensors_after_each(call)
         assert second == third
-        accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)

@@ -47,10 +47,8 @@ def test_styles_of_hugging_face_and_tied_words():
     both = Twins(copy.deepcopy(model), tp=2, plan=plan)
     found = both.divided
     both.train(token_batch(0))
-    both.close()
     none = Twins(model, tp=2)
     assert none.divided == found
-    none.close()
     plan = {"*.attn.c_attn": "packed_colwise", "*.attn.c_proj": "rowwise", "*.wte": "vocab"}
     both = Twins(build("gpt2"), tp=2, plan={**plan, "lm_head": "vocab"})
     assert "transformer.wte.weight" in both.divided
@@ -405,7 +403,6 @@ def check(form, sizes, **options):
         # A batch without rows trains nothing, and is no error.
         both.accelerator.backward(both.model(torch.zeros(0, 7, dtype=torch.int64)).sum())
         assert all(p.grad is None or not p.grad.any() for p in both.model.parameters())
-    both.close()
 
 
 SIZES = {"wide heads": (32, 4), "square heads": (16, 4)}

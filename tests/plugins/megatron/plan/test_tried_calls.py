@@ -76,4 +76,3 @@ def test_equal_to_one_process():
         with torch.no_grad():
             close(both.model.eval()(x), both.twin.eval()(x))
         both.check_weights()
-        both.close()

@@ -66,7 +66,6 @@ def trained(block, mode, dropout=0.0, **options):
             by_itself = {"block": model.blocks[0](x)}
         made.append(graphs())
     found = accelerator.get_state_dict(model) | by_itself
-    accelerator.free_memory()
     return found, sent, made
 
 
