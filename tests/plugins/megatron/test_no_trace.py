@@ -104,7 +104,6 @@ def test_untouched():
 @pytest.mark.ranks(2)
 def test_prepare_leaves_no_trace():
     """Spectral normalisation moved by looks and trials; the first loss is one process's."""
-    torch.manual_seed(0)
     model = Model().double()
     before = facts_of(model)
     both = Twins(model, tp=2)

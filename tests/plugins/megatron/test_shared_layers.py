@@ -69,7 +69,6 @@ def test_steps_equal_one_process():
 
 
 def test_a_penalty_through_layers_with_one_input_is_refused():
-    torch.manual_seed(0)
     both = Twins(nn.Sequential(Expert(), Expert()).double(), tp=2)
     with pytest.raises(UsageError, match="fsdp or zero3"):
         both.accelerator.backward(with_penalty(both.model, numbers(4, WIDE)))

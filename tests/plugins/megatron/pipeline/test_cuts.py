@@ -116,7 +116,6 @@ def sequence_first():
 
 def test_the_dim_of_the_batch_is_found():
     """Ids are (sequence, batch), the mask (batch, sequence); in evaluation, dropout is off."""
-    torch.manual_seed(0)
     model = sequence_first()
     padding = torch.zeros(4, 6, dtype=torch.float64)
     padding[1, 4:] = float("-inf")
@@ -312,7 +311,6 @@ def own_loss(output):
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_where_outputs_are_shared_every_stage_reads_them_and_makes_the_loss(steps):
-    torch.manual_seed(0)
     batch = torch.randn(6, WIDTH, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 1])
     both = Twins(Scored().double(), batch, accumulation=steps)
     both.strategy.pipeline.shares_outputs = True

@@ -332,7 +332,6 @@ TIMEOUT_S = 3600.0  # far beyond a test's own limit: a rank that waits for it fa
 @pytest.mark.ranks(3)
 def test_a_stage_that_fails(place, kind):
     """By an exception, or as when its process is killed: all of its connections end."""
-    torch.manual_seed(0)
     accelerator = Accelerator(
         strategy={"name": "megatron", "pp": 3, "micro_batches": 3},
         config={"launch": {"timeout_s": TIMEOUT_S}},
@@ -448,7 +447,6 @@ def test_calls_are_freed_without_a_step(grad):
 @pytest.mark.ranks(2)
 def test_a_model_may_return_a_parameter():
     """It outlives the call that it came out of."""
-    torch.manual_seed(0)
     body, scale = nn.Sequential(*(Residual(8) for _ in range(2))), nn.Parameter(torch.ones(()))
     model = Parts(lambda m, x: (m.body(x) * m.scale, m.scale), body=body, scale=scale)
     x = model.example_inputs = torch.randn(4, 8)
@@ -469,7 +467,6 @@ def test_a_model_may_return_a_parameter():
 
 def test_replicas_that_decide_together_evaluate_batches_of_different_kinds():
     """ZeRO-3 lets them run as many forwards; a batch of one row is of another kind."""
-    torch.manual_seed(0)
     model = nn.Sequential(*(Residual(8) for _ in range(2)))
     x = model.example_inputs = torch.randn(4, 8)
     twin = copy.deepcopy(model)

@@ -94,7 +94,6 @@ class Crossing(Words):
 
 
 def test_shapes_of_blocks_that_depend_on_values():
-    torch.manual_seed(0)
     model = Crossing()
     model.example_inputs = {"ids": IDS, "others": IDS}
     batch = {"ids": IDS, "others": IDS[:, :3]}
@@ -103,7 +102,6 @@ def test_shapes_of_blocks_that_depend_on_values():
 
 @pytest.mark.parametrize("make", [Tabled, compiled_in_place, compiled_around])
 def test_equal_to_one_process(make):
-    torch.manual_seed(0)
     model = make()
     model.example_inputs = {"ids": IDS}
     check_two_steps(model, {"ids": IDS}, {"pp": 2}, tolerance=1e-10)
@@ -162,7 +160,6 @@ def total(output, ids):
 
 
 def test_a_function_of_the_script_in_a_loss():
-    torch.manual_seed(0)
     both = Twins(Logits(), {"x": IDS})
     both.backward(*(Doubled.apply(mean(each, IDS)) / 2 for each in both(IDS)))
     both.check_gradients()
@@ -170,7 +167,6 @@ def test_a_function_of_the_script_in_a_loss():
 
 def test_ranks_with_other_loss_functions_are_told_so():
     """Also in a later call, when each rank has decided about the function that it knows."""
-    torch.manual_seed(0)
     both = Twins(Logits(), {"x": IDS})
     accelerator, model = both.accelerator, both.model
     for _ in range(2):
@@ -193,7 +189,6 @@ class Tied(Words):
 @pytest.mark.parametrize("write", ["data", "value"])
 def test_values_that_a_script_changes_reach_the_copies(write):
     """Swapped for an evaluation and back, as averages of weights are; else it is an error."""
-    torch.manual_seed(0)
     both = Twins(Tied(), {"ids": IDS})
     accelerator, model = both.accelerator, both.model
 

@@ -92,7 +92,6 @@ def test_plans_that_cannot_be_done():
 @pytest.mark.ranks(4)
 def test_more_ranks_than_heads(tmp_path):
     """Ranks without a head, or without a feature, compute nothing there; numbers are right."""
-    torch.manual_seed(0)
     layer = partial(
         nn.TransformerEncoderLayer, 8, 2, 3, dropout=0.0, batch_first=True, norm_first=True
     )
@@ -146,7 +145,6 @@ def test_report_says_what_was_refused_and_why():
 
 @pytest.mark.ranks(2)
 def test_every_rank_refuses_with_the_same_words():
-    torch.manual_seed(0)
     cannot = r"'blocks.0.up' to be colwise.*cannot be: .*(differ|RuntimeError)"
     alone = "data_parallel: expected a strategy over the axis dp alone, found 'megatron'"
     for match, options in (

@@ -107,7 +107,6 @@ def test_inside_of_gathered_all_are_whole_and_copies_compute_by_themselves():
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "interleaved", "chunks": 2}])
 def test_a_forward_counts_once(options):
-    torch.manual_seed(0)
     both = Twins(Tied(), (X[:2],), **options)
     for rows in (6, 3, 1):
         both.backward(*(y.square().mean() for y in both(X[:rows])), rtol=1e-5)

@@ -510,7 +510,6 @@ def sampled(model, ids, new, temperature=0.8, best=5):
 
 @pytest.mark.ranks(2)
 def test_sampling_equals_one_process():
-    torch.manual_seed(0)
     both = Twins(llama(), tp=2)
     model, twin = both.model.eval(), both.twin.eval()
     ids = token_batch(1, rows=3)
@@ -581,7 +580,6 @@ def test_the_node_of_a_leaf_is_found():
 @pytest.mark.ranks(4)
 def test_micro_batches_of_a_pipeline_send_no_words(micro_batches):
     """The loss outside of the model is made of outputs joined along rows: nothing is gathered."""
-    torch.manual_seed(0)
     both = Twins(llama(), tp=2, pp=2, micro_batches=micro_batches)
     ids = token_batch(1, rows=5)
     both.backward(ids)  # the first call decides how batches are cut
