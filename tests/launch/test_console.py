@@ -1,7 +1,6 @@
 """A console that is gone: the run goes on, and nobody waits for its lines."""
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -50,32 +49,3 @@ def test_a_table_has_the_width_of_the_terminal_and_no_word_is_cut(monkeypatch, c
         "  dp=2,tp=2,      1,234 s",
         "  pp=20000000000",
     ]
-
-
-MUCH = """
-import os, sys
-if os.environ["RANK"] == "1":
-    for number in range(3000):
-        print("x" * 100, file=sys.stderr)
-    open("done", "w").close()
-"""
-
-
-@pytest.mark.exhaustive
-def test_ranks_go_on_when_nobody_reads_the_error_stream(sandbox):
-    options = ("--strategy", "toy", "--nproc-per-node", "2")
-    words = sandbox.command("launch", *options, sandbox.script(MUCH))
-    read, write = os.pipe()
-    process = subprocess.Popen(
-        words, cwd=sandbox.folder, env=sandbox.environment(), stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, stderr=write,
-    )  # fmt: skip
-    os.close(write)
-    os.close(read)
-    try:
-        code = process.wait()
-    finally:
-        process.kill()
-        process.wait()
-    assert code == 0
-    assert (sandbox.folder / "done").exists()

@@ -4,13 +4,9 @@ import json
 import sys
 
 import pytest
-import torch
-from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain.cost import ModelSpec
-from drivetrain_launch.commands.options import resolve_command_line
-from drivetrain_launch.forecast import of_size, promises_for
+from drivetrain_launch.forecast import of_size
 from foreign_files import LLAMA
 
 SCRIPT = """
@@ -124,52 +120,6 @@ def test_bad_source_is_one_clear_line(command, tmp_path):
         (tmp_path / "unknown.json").write_text('{"model_type": "no-such-model"}')
         err = command.error("estimate", *arguments)
         assert message in err, arguments
-
-
-def net():
-    return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3", "fsdp"])
-def test_estimate_is_what_a_run_holds_and_sends(name):
-    resolved = resolve_command_line(None, ())
-    promised = {
-        promise.form: promise.cost
-        for promise in promises_for(ModelSpec.of(net()), resolved, 2, on_accelerators=False)
-        if promise.cost
-    }[name]
-    accelerator = Accelerator(cpu=True, strategy=name)
-    model = net()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-
-    def step():
-        accelerator.backward(model(torch.ones(2, 512)).sum())
-        optimizer.step()
-
-    step()
-    states = [
-        value.nbytes
-        for state in optimizer.optimizer.state.values()  # this rank's
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.numel() > 1
-    ]
-    assert sum(states) == pytest.approx(promised.held["optimizer"], rel=0.01)
-    trained = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
-    held = stored([*accelerator.unwrap_model(model).parameters(), *trained])
-    assert held == pytest.approx(promised.held["parameters"], rel=0.01)
-    assert stored(p.grad for p in trained) == pytest.approx(promised.held["gradients"], rel=0.01)
-    before = accelerator.traffic.sent()
-    step()
-    after = accelerator.traffic.sent()
-    sent = {key: after[key] - before.get(key, 0) for key in after if key in promised.sent}
-    assert sent == promised.sent
-
-
-def stored(tensors):
-    """Return the bytes of the storages that tensors lie in, each counted once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def test_hosts_share_the_ranks_and_hybrid_shards_stay_inside(command):

@@ -212,14 +212,6 @@ def test_the_command_at_the_end_is_one_that_is_accepted(command, tmp_path):
     assert line.endswith("launch --config run.yaml mine.py 'two words'")
 
 
-def test_typed_answers_are_held_to_the_limits(wizard):
-    answered(wizard, "toy", "plain")
-    for text, message in (("0", "at least 1, found 0"), ("10", "at most 9"), ("many", "'many'")):
-        with pytest.raises(ConfigError, match=f"^strategy.spoons: .*{message}"):
-            wizard.read(wizard.current, text)
-    assert wizard.read(wizard.current, "7") == 7
-
-
 def test_wizard_through_a_terminal(sandbox):
     sandbox.script("an old file\n", "drivetrain.yaml")
     sandbox.script("n1 slots=4\nn2 slots=4\n", "hostfile")

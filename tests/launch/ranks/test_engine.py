@@ -105,19 +105,6 @@ def test_ranks_end_when_the_launcher_is_killed(sandbox):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_notice_reaches_ranks_and_not_their_workers(sandbox, noticed, number):
-    process = sandbox.begun(noticed, 2, *TWO)
-    process.send_signal(number)
-    _, err = process.communicate()
-    assert process.returncode == 75, err
-    assert "the ranks ended with exit code 75: saved" in err
-    # Rank 1 had its time, although rank 0 was ready two seconds before.
-    for rank in range(2):
-        assert (sandbox.folder / f"saved-{rank}").read_text() == f"[{number.value}]"
-
-
-@pytest.mark.exhaustive
 def test_script_without_a_handler_goes_on_after_sigusr1(sandbox):
     text = "import os, time\nopen('ready-0', 'w').close()\n"
     text += "while not os.path.exists('go'): time.sleep(0.01)\n"

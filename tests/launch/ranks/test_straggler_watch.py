@@ -1,46 +1,11 @@
 """The launcher compares the times of ranks: twice slow is named, and named once."""
 
 import json
-import re
 import time
 from dataclasses import asdict
 
-import pytest
-
 from drivetrain.observe.figures import RankTimes
 from drivetrain_launch.ranks.watch import StragglerWatch, WorkFiles, work_file
-from forked_programs import launch
-
-SCRIPT = """
-import sys, time
-from pathlib import Path
-import torch
-from torch import nn
-from drivetrain import Accelerator
-
-class Slow(torch.utils.data.Dataset):
-    def __len__(self):
-        return 2000
-    def __getitem__(self, index):
-        if accelerator.process_index == 1:
-            time.sleep(0.01)
-        return torch.ones(8)
-
-accelerator = Accelerator()
-model = nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-loader = torch.utils.data.DataLoader(Slow(), batch_size=1)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-begin = time.monotonic()
-for x in loader:
-    accelerator.backward(model(x).square().mean())
-    optimizer.step()
-    optimizer.zero_grad()
-    over = torch.tensor(float(time.monotonic() - begin > 1.6))
-    if accelerator.reduce(over) > 0:
-        break
-accelerator.end_training()
-"""
 
 
 def works(window=1, slow=()):
@@ -96,14 +61,3 @@ def test_files_are_read_now_and_then_and_each_window_once(tmp_path, monkeypatch)
     now[0] += 2.0
     assert [work.window for work in files.read()] == [2]
     assert WorkFiles(tmp_path, [1], 0).read() == []
-
-
-@pytest.mark.exhaustive
-@pytest.mark.alone  # it compares the times of ranks
-def test_a_launch_names_the_slow_rank_once(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    options = ("--cpu", "--nproc-per-node", "2", "--set", "launch.straggler_every_s=0.4")
-    done = launch(*options, "train.py", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    said = re.findall(r"^rank (\d) on host \S+ is slower.*most of .* in (\w+),", done.stderr, re.M)
-    assert said == [("1", "data")], done.stderr

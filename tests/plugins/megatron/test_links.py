@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import linked_trainings
 from cases import case
 from cell_twins import loss_of
 from drivetrain import Accelerator
@@ -21,16 +22,12 @@ from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline import transfer
 from drivetrain_megatron.strategy import Megatron
 from huggingface_models import VOCABULARY, gpt2, llama, token_batch
-from stacks import Parts, Residual, Stack
+from linked_trainings import same, spread
+from stacks import Parts, Stack
 
 ROWS, LENGTH, STEPS = 4, 7, 3
 METHODS = ("exact", "bf16")
 FAR, NEAR, ONE = ("pp.far", "send"), ("pp.near", "send"), ("pp", "send")
-
-
-def hosts(monkeypatch, per_host):
-    """Let each ``per_host`` ranks in a row believe that they have a host to themselves."""
-    monkeypatch.setenv("GROUP_RANK", str(int(os.environ["RANK"]) // per_host))
 
 
 class Training:
@@ -86,7 +83,7 @@ def announced(monkeypatch, logger):
 @pytest.mark.ranks(2)
 def test_a_pipeline_over_hosts_sends_half_and_trains_closely(monkeypatch):
     """GPT-2's head has the embedding's weight: both stages compute with the same bits."""
-    hosts(monkeypatch, 1)
+    spread(monkeypatch, 1)
     exact, rounded = (of_words(gpt2, name) for name in METHODS)
     assert ONE not in exact[1] | rounded[1]
     tied = VOCABULARY * 48 * 4
@@ -113,22 +110,10 @@ def test_a_pipeline_on_one_host_is_exact_and_says_so_once(monkeypatch):
     assert "activations bf16 (rounding); all ranks are on one host, so that nothing is" in line
 
 
-@pytest.mark.exhaustive
-@pytest.mark.ranks(4)
-def test_whole_pipelines_on_each_host_are_exact_and_say_so(monkeypatch):
-    hosts(monkeypatch, 2)
-    said = announced(monkeypatch, transfer.logger)
-    exact, rounded = (of_words(llama, name, order="tp,pp,dp") for name in METHODS)
-    assert exact[:2] == rounded[:2]
-    assert ONE in rounded[1]
-    (line,) = said
-    assert "links.far.activations: bf16 rounds nothing: all stages of each pipeline" in line
-
-
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.ranks(4)
 def test_only_the_link_between_hosts_is_rounded(monkeypatch, chunks):
-    hosts(monkeypatch, 2)
+    spread(monkeypatch, 2)
     schedule = "1f1b" if chunks == 1 else "interleaved"
     options = {"pp": 4, "micro_batches": 4, "schedule": schedule, "chunks": chunks}
     exact, rounded = (of_words(lambda: llama(4 * chunks), name, **options) for name in METHODS)
@@ -161,7 +146,7 @@ class Readers(Stack):
 @pytest.mark.ranks(2)
 def test_no_gradient_stays_no_gradient_and_integers_stay_whole(monkeypatch):
     """The parameters of ``side`` have no gradient: weight decay must not touch them."""
-    hosts(monkeypatch, 1)
+    spread(monkeypatch, 1)
     found = {}
     for name in METHODS:
         torch.manual_seed(5)
@@ -182,7 +167,7 @@ def test_no_gradient_stays_no_gradient_and_integers_stay_whole(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_two_bytes_are_not_rounded_and_other_methods_are_refused(monkeypatch):
-    hosts(monkeypatch, 1)
+    spread(monkeypatch, 1)
     found = []
     for name in METHODS:
         torch.manual_seed(5)
@@ -207,33 +192,19 @@ def test_without_a_pipeline_rounding_is_refused():
 # --- slow links under a divided model ---
 
 
-def started(inner, method):
-    torch.manual_seed(3)
-    module = Stack([Residual(96), Residual(96)], first=torch.nn.Linear(8, 96))
-    strategy = {"name": "megatron", "tp": 2, "data_parallel": {"name": inner}}
-    config = {"strategy": strategy, "links": {"far": {"gradients": method}}}
-    accelerator = Accelerator(cpu=True, config=config)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return accelerator, *accelerator.prepare(module, optimizer)
-
-
-def step(accelerator, model, optimizer, index):
-    part = accelerator.process_index // 2  # tensor-parallel ranks get the same rows
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * index + part))
-    optimizer.zero_grad()
-    accelerator.backward(model(x).square().mean())
-    optimizer.step()
-
-
-def weights(accelerator, model):
-    return {name: each.clone() for name, each in accelerator.get_state_dict(model).items()}
+def linked(inner, method):
+    training = linked_trainings.Training(inner, far={"gradients": method})
+    training.rank = training.accelerator.mesh["dp"].rank  # others of a cell get the same rows
+    return training
 
 
 @pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 def test_a_data_parallel_axis_over_hosts_is_approximate_and_goes_on(monkeypatch, tmp_path):
-    monkeypatch.setenv("GROUP_RANK", str(int(os.environ["RANK"]) // 2))  # two hosts
+    spread(monkeypatch, 2)
     for inner in ("ddp", "zero2"):
+        strategy = {"name": "megatron", "tp": 2, "data_parallel": {"name": inner}}
+        monkeypatch.setitem(linked_trainings.FORMS, inner, strategy)
         with case(inner):
             check(inner, tmp_path / inner)
 
@@ -241,21 +212,17 @@ def test_a_data_parallel_axis_over_hosts_is_approximate_and_goes_on(monkeypatch,
 def check(inner, folder):
     found = {}
     for method in ("exact", "int4"):
-        accelerator, model, optimizer = started(inner, method)
-        for index in range(2):
-            step(accelerator, model, optimizer, index)
-        accelerator.save_state(folder / method)
-        step(accelerator, model, optimizer, 3)
-        found[method] = weights(accelerator, model)
-        sent = accelerator.traffic.sent()
+        training = linked(inner, method).train(2)
+        training.accelerator.save_state(folder / method)
+        found[method] = training.train().state()
+        sent = training.accelerator.traffic.sent()
         assert (("dp.far", "all_to_all") in sent) is (method == "int4")
     apart = max(float((found["int4"][k] - v).abs().max()) for k, v in found["exact"].items())
     assert 1e-6 < apart < 0.05
-    accelerator, model, optimizer = started(inner, "int4")
-    accelerator.load_state(folder / "int4")
-    step(accelerator, model, optimizer, 3)
-    again = weights(accelerator, model)
-    assert all(torch.equal(again[name], value) for name, value in found["int4"].items())
+    again = linked(inner, "int4")
+    again.accelerator.load_state(folder / "int4")
+    again.step = 2
+    assert same(again.train().state(), found["int4"])
 
 
 @pytest.mark.parametrize(("hosts", "lines"), [("aabb", 1), ("aabc", 0), ("abcd", 0)])

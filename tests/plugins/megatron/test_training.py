@@ -16,19 +16,6 @@ from huggingface_models import ARCHITECTURES, llama, logits_of, token_batch
 pytestmark = pytest.mark.ranks(2)
 
 
-def check_training(name, **options):
-    torch.manual_seed(0)
-    both = Twins(ARCHITECTURES[name](), optimizer=partial(torch.optim.SGD, momentum=0.9), **options)
-    replicas = both.accelerator.mesh["dp"].size
-    for step in range(2):
-        both.backward(*(token_batch(replicas * step + rank) for rank in range(replicas)))
-        both.clip(0.5)
-        if "data_parallel" not in options:
-            both.check_gradients()
-        both.step()
-    both.check_weights()
-
-
 def test_selective_recompute_sums_products_anew():
     """What recompute keeps of a layer is its product, not the sum over ranks that it became."""
     for name, options in (("llama-gqa", {"tp": 2}), ("gpt2", {"tp": 2, "sequence_parallel": True})):
@@ -42,14 +29,10 @@ def test_selective_recompute_sums_products_anew():
 
 @pytest.mark.exhaustive
 @pytest.mark.ranks(4)
-def test_four_ranks():
-    for name, options in (
-        ("llama-mqa", {"tp": 4}),
-        ("gpt2", {"tp": 4, "sequence_parallel": True}),
-        ("llama-gqa", {"tp": 2, "data_parallel": {"name": "zero2"}}),
-    ):
-        with case(name, options):
-            check_training(name, **options)
+def test_one_head_of_keys_for_four_ranks():
+    sgd = partial(torch.optim.SGD, momentum=0.9)
+    both = Twins(ARCHITECTURES["llama-mqa"](), optimizer=sgd, tp=4)
+    both.train(token_batch(0), token_batch(1))
 
 
 # --- evaluation over shares of layers and stages ---

@@ -186,8 +186,8 @@ def test_three_dims(inner):
     check("gpt2", loss_inside, steps=1, **options)
 
 
-def step_loss(output, targets):
-    return F.cross_entropy(logits_of(output).view(-1, VOCABULARY), targets.view(-1))
+def loss_of(output, targets):
+    return F.cross_entropy(logits_of(output).view(-1, VOCABULARY), targets.reshape(-1))
 
 
 def test_ignored_labels():
@@ -227,12 +227,12 @@ def test_levels_may_change():
         ids = token_batch(step, rows=5)
         if level == "L3":
             batch = {"input_ids": ids}
-            both.accelerator.pipeline_step(both.model, batch, ids, loss_fn=step_loss)
-            step_loss(both.twin(ids), ids).backward()
+            both.accelerator.pipeline_step(both.model, batch, ids, loss_fn=loss_of)
+            loss_of(both.twin(ids), ids).backward()
         elif level == "L2":
             both.backward(*(each.loss for each in both(input_ids=ids, labels=ids)), rtol=1e-5)
         else:
-            both.backward(*(step_loss(each, ids) for each in both(ids)))
+            both.backward(*(loss_of(each, ids) for each in both(ids)))
         both.check_gradients(**({"rtol": 1e-4, "atol": 1e-7} if level == "L2" else EXACT))
 
 
@@ -251,10 +251,6 @@ DIVISIONS = {
     "pp2-zero1": {"name": "megatron", "pp": 2, "micro_batches": 2, "data_parallel": "zero1"},
 }
 """Of four ranks; each loads what the one before it has saved."""
-
-
-def loss_of(output, targets):
-    return F.cross_entropy(logits_of(output).view(-1, VOCABULARY), targets.reshape(-1))
 
 
 def made():
@@ -448,32 +444,20 @@ def test_calls_are_freed_without_a_step(grad):
 def test_a_model_may_return_a_parameter():
     """It outlives the call that it came out of."""
     body, scale = nn.Sequential(*(Residual(8) for _ in range(2))), nn.Parameter(torch.ones(()))
-    model = Parts(lambda m, x: (m.body(x) * m.scale, m.scale), body=body, scale=scale)
-    x = model.example_inputs = torch.randn(4, 8)
-    twin = copy.deepcopy(model)
-    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
-    pairs = [accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))]
-    pairs.append((twin, torch.optim.SGD(twin.parameters(), lr=0.1)))
+    model = Parts(lambda m, x: (m.body(x) * m.scale, m.scale), body=body, scale=scale).double()
+    x = torch.randn(4, 8, dtype=torch.float64)
+    both = Twins(model, x, make=partial(torch.optim.SGD, lr=0.1))
     for _ in range(2):
-        for (one, optimizer), backward in zip(
-            pairs, (accelerator.backward, torch.Tensor.backward), strict=True
-        ):
-            out, scale = one(x)
-            backward((out * scale).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(accelerator.get_state_dict(model), dict(twin.state_dict()))
+        both.backward(*((out * scale).square().mean() for out, scale in both(x)))
+        both.step()
+    both.check_state()
 
 
 def test_replicas_that_decide_together_evaluate_batches_of_different_kinds():
     """ZeRO-3 lets them run as many forwards; a batch of one row is of another kind."""
+    x = torch.randn(4, 8)
     model = nn.Sequential(*(Residual(8) for _ in range(2)))
-    x = model.example_inputs = torch.randn(4, 8)
-    twin = copy.deepcopy(model)
-    strategy = {"name": "megatron", "pp": 2, "data_parallel": {"name": "zero3"}}
-    accelerator = Accelerator(strategy=strategy, cpu=True)
-    model = accelerator.prepare(model)
+    both = Twins(model, x, data_parallel={"name": "zero3"})
     for rows in ((4, 4), (1, 2), (2, 1)):
-        some = x[: rows[accelerator.mesh["dp"].rank]]
         with torch.no_grad():
-            torch.testing.assert_close(model(some), twin(some))
+            torch.testing.assert_close(*both(x[: rows[both.accelerator.mesh["dp"].rank]]))
