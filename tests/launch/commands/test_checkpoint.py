@@ -252,13 +252,6 @@ def test_export_refuses_what_it_cannot_do(command, saved, tmp_path):
     assert "bytes in" in refused()
 
 
-def test_infinite_values_stay_infinite(command, tmp_path):
-    shard = whole("w", torch.tensor([1.0, float("inf")]))
-    Save(tmp_path / "ck", World()).finish(Contents(models=[[shard]]))
-    assert command("checkpoint", "export", "ck", "--output", "out", "--dtype", "fp16")[0] == 0
-    assert dict(read_export(tmp_path / "out"))["w"].tolist() == [1.0, float("inf")]
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_export_holds_one_tensor_at_a_time(command, tmp_path, monkeypatch, dtype):
     shards = [shard for i in range(6) for shard in pieces(f"w{i}", WEIGHT + i, 5)]

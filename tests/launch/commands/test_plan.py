@@ -251,7 +251,8 @@ from drivetrain import Accelerator
 width = int(sys.argv[1])
 rows = torch.utils.data.TensorDataset(torch.ones(64, width), torch.zeros(64).long())
 loader = torch.utils.data.DataLoader(rows, batch_size=4)
-model = torch.nn.Sequential(torch.nn.Linear(width, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3))
+layers = (torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh()) for _ in range(2))
+model = torch.nn.Sequential(*layers)
 print("a line of the script")
 accelerator = Accelerator(cpu=True)
 accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
@@ -279,7 +280,7 @@ def test_a_script_is_planned_as_it_reaches_prepare(command, tmp_path):
     assert code == 0, err
     found = json.loads(out)
     assert "a line of the script" in err
-    assert found["held"]["parameters"] == 4 * (16 * 32 + 32 + 32 * 3 + 3)
+    assert found["held"]["parameters"] == 4 * 2 * (16 * 16 + 16)
     assert found["layout"] == "precision=no,data_parallel=ddp,dp=2"
     # One batch of the loader on each rank: eight samples, each of them one token.
     assert found["tokens_per_second"] == pytest.approx(2 * 4 / found["step_seconds"])
@@ -316,18 +317,6 @@ def test_a_model_that_cannot_be_had_is_one_clear_line(command, tmp_path):
 
 
 # --- one layout in detail ---
-
-RUNS = """
-import torch
-from drivetrain import Accelerator
-accelerator = Accelerator()
-model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
-                              for _ in range(2)])
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-rows = torch.utils.data.TensorDataset(torch.ones(32, 8))
-loader = torch.utils.data.DataLoader(rows, batch_size=4)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-"""
 
 
 def test_the_parts_of_a_step_add_up():
@@ -380,10 +369,10 @@ def test_a_layout_is_explained_with_what_would_make_it_fit(command, tmp_path):
 
 
 def test_the_file_of_a_layout_launches(command, tmp_path):
-    (tmp_path / "train.py").write_text(RUNS)
+    (tmp_path / "train.py").write_text(TRAIN)
     layout = ("--layout", "micro_batch=4,recompute=full,precision=no,data_parallel=zero2")
     where = ("--hardware", "cpu", "--devices-per-host", "2", "--batch", "16", *layout)
-    command.output("plan", *where, "--output", "best.yaml", "train.py")
+    command.output("plan", *where, "--output", "best.yaml", "train.py", "8")
     assert "precision: 'no'" in (tmp_path / "best.yaml").read_text()
     out = command.output("launch", "--cpu", "--config", "best.yaml", "--dry-run", "train.py")
     rows = [line.split()[:2] for line in out.splitlines()]

@@ -3,27 +3,22 @@
 Every loop trains like one process that takes all ranks' batches.
 """
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from drivetrain import Accelerator
 from drivetrain.parallel import reduce
+from drivetrain.testing.conformance.suite import Twins
+from drivetrain.testing.models import WIDTH, Case, linear, numbers
 from stacks import Parts, Stack
+from zero_stages import FSDP, each, start
 
 pytestmark = pytest.mark.ranks(2)
 
-WIDTH = 8
-FSDP = {"name": "fsdp", "unit_from": 1}
-GRAD = {**FSDP, "sharding": "grad"}
-TWO = pytest.mark.parametrize("strategy", [FSDP, GRAD], ids=["full", "grad"])
-
 
 def layer():
-    return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    return linear(WIDTH, WIDTH)
 
 
 def block():
@@ -49,25 +44,14 @@ class Net(Stack):
 
 def train(strategy, body, *, factory=Net, steps=2):
     """Compare a strategy with one process; the body takes (model, inputs, backward, rank)."""
-    torch.manual_seed(0)
-    model = factory()
-    accelerator = Accelerator(strategy=strategy, cpu=True)
-    reference, ranks = copy.deepcopy(model), accelerator.num_processes
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    twins = Twins(start(strategy), Case("net", factory))
+    size, own = twins.axis.size, twins.axis.rank
     for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        batches = torch.randn(ranks, 3, WIDTH, generator=generator, dtype=torch.float64)
-        for rank in range(ranks):
-            body(reference, batches[rank], mean_backward(ranks), rank)
-        rank = accelerator.process_index
-        body(model, batches[rank], accelerator.backward, rank)
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
-    found = accelerator.get_state_dict(model)
-    torch.testing.assert_close(found, dict(reference.state_dict()), rtol=1e-10, atol=1e-12)
+        for rank in range(size):
+            body(twins.twin, numbers(step, rank).inputs, mean_backward(size), rank)
+        body(twins.model, numbers(step, own).inputs, twins.accelerator.backward, own)
+        twins.step()
+    twins.check()
 
 
 def mean_backward(ranks):
@@ -110,7 +94,7 @@ def penalty(model, x, backward, rank):
     backward(more + slope.square().sum())
 
 
-@TWO
+@each("fsdp", "grad")
 def test_graphs_that_overlap(strategy):
     for body in (alternating, through_time, gradient_as_input, penalty):
         train(strategy, body)
@@ -169,7 +153,7 @@ class Recomputed(Net):
         return torch.tanh(x + self.blocks[3].b.weight[0])
 
 
-@TWO
+@each("fsdp", "grad")
 def test_views_stay_valid_until_the_forward_ends(strategy):
     for factory in (Row, TiedRows, Placed, Recomputed):
         train(strategy, squares, factory=factory, steps=3)

@@ -6,30 +6,21 @@ here are windows, small units, ways of sharding, and pipelines of which a stage 
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from drivetrain.testing.conformance.suite import Twins
+from cell_twins import EXACT, loss_of
+from drivetrain.testing.conformance.suite import Twins, adamw
 from drivetrain.testing.models import Case
-from huggingface_models import VOCABULARY, gpt2, llama, logits_of, token_batch
+from huggingface_models import VOCABULARY, gpt2, llama, token_batch
 from stacks import words
 from zero_stages import start
 
-EXACT = {"rtol": 1e-10, "atol": 1e-12}
 FSDP = {"name": "fsdp", "unit_from": 1}
 MODELS = {
     "llama": lambda: llama(kv_heads=2),
     "gpt2": gpt2,
     "blocks": lambda: words(VOCABULARY, 8, 6, act=nn.GELU).double(),
 }
-
-
-def loss_of(model, ids):
-    return F.cross_entropy(logits_of(model(ids)).flatten(0, 1), ids.flatten())
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def twins_of(name, inner=FSDP, **options):

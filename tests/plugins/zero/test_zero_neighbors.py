@@ -5,23 +5,21 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 from drivetrain.testing.conformance.suite import Twins, adamw
 from drivetrain.testing.models import CASES
+from zero_stages import SHARDED, start
 
 pytestmark = pytest.mark.ranks(4)
 
 
-def start():
-    strategy = {"name": "zero3", "keep_below": 0, "reshard_after_forward": 2}
-    return Accelerator(strategy=strategy, cpu=True)
+NEIGHBORS = {**SHARDED, "reshard_after_forward": 2}
 
 
 def test_trains_like_one_process():
     """What neighbors kept of the old values is dropped by a step without backward in between."""
     for name in ("mlp", "tied", "odd_shapes", "called_twice", "recomputed", "mixed_dtypes"):
-        accelerator = start()
+        accelerator = start(NEIGHBORS)
         twins = Twins(accelerator, CASES[name], adamw)
         for step in range(2):
             twins.backward(step)
@@ -33,7 +31,7 @@ def test_trains_like_one_process():
 
 def test_backward_gathers_from_neighbors():
     """Between forward and backward half of a unit is kept; the other half comes from next door."""
-    accelerator = start()
+    accelerator = start(NEIGHBORS)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     spec = ModelSpec.of(model)
     model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))

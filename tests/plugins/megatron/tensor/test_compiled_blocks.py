@@ -11,7 +11,7 @@ from drivetrain.testing.models import HIDDEN, WIDTH, linear
 from graphs import backend, graphs
 from stacks import Block, Tower
 
-pytestmark = pytest.mark.ranks(2)
+pytestmark = [pytest.mark.ranks(2), pytest.mark.filterwarnings("ignore")]  # torch.compile's own
 
 
 class Mixed(Block):
@@ -81,33 +81,27 @@ def check(block, by, number, reduces=(), **options):
     assert made == [number] * 3
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.compile's own
 def test_divided_blocks_are_one_graph():
     check(Mixed, "aot_eager", 1, tp=2)
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.filterwarnings("ignore")
 def test_divided_blocks_of_stages_are_one_graph():
     check(Beside, "aot_eager", 1, tp=2, pp=2, micro_batches=2)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_blocks_with_shards_of_the_sequence_are_one_graph():
     """Gradients of parameters leave a graph together, so that their sums come behind."""
     check(Beside, "aot_eager", 1, ("all_reduce",), tp=2, sequence_parallel=True)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_collectives_keep_their_order_where_nothing_waits_for_them():
     check(Beside, "inductor", 1, tp=2)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_counted_dropout_stays_between_graphs_and_keeps_its_masks():
     check(Beside, "aot_eager", 3, dropout=0.3, tp=2)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_blocks_of_stages_are_one_graph():
     check(Beside, "aot_eager", 1, pp=2)
