@@ -20,24 +20,6 @@ THIRD_PARTY = Path(__file__).parent / "thirdparty"
 
 MARK = "LAUNCH_TEST_MARK"
 
-NOTICED = """
-import os, signal, subprocess, sys, time
-heard = []
-for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda number, frame: heard.append(number))
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-rank = os.environ["RANK"]
-open(f"ready-{rank}", "w").close()
-while not heard:
-    time.sleep(0.01)
-time.sleep(0.5 + 2 * int(rank))
-assert worker.poll() is None, "the worker heard the notice"
-worker.kill()
-open(f"saved-{rank}", "w").write(str(heard))
-sys.exit(75)
-"""
-"""Hears a notice that its worker does not hear, and saves: rank 0 two seconds before rank 1."""
-
 
 @dataclass
 class Sandbox:
@@ -51,6 +33,14 @@ class Sandbox:
         path = self.folder / name
         path.write_text(text)
         return name
+
+    def install(self, module: str, strategies: Mapping[str, str]) -> None:
+        """Let the folder provide strategies: classes of a module of it, by their names."""
+        info = self.folder / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        entries = (f"{name} = {module}:{kind}\n" for name, kind in strategies.items())
+        (info / "entry_points.txt").write_text("[drivetrain.strategies]\n" + "".join(entries))
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         kept = {
@@ -124,7 +114,10 @@ class Sandbox:
             return False
 
 
-HEARS = """
+@pytest.fixture
+def hears() -> str:
+    """Return the text of a script that prints the notice that it hears; rank 0 waits for one."""
+    return """
 import os, sys, time
 from drivetrain.runtime.board import Notice
 notice = Notice()
@@ -134,19 +127,30 @@ while not notice.heard and time.monotonic() < end:
     time.sleep(0.01)
 print(notice.heard, flush=True)
 """
-"""Prints the notice that it hears; rank 0 waits for one."""
-
-
-@pytest.fixture
-def hears() -> str:
-    """Return the text of a script that prints the notice that it hears."""
-    return HEARS
 
 
 @pytest.fixture
 def noticed() -> str:
-    """Return the text of a script that saves when it hears a notice."""
-    return NOTICED
+    """Return the text of a script that saves when it hears a notice that its worker does not hear.
+
+    Rank 0 does so two seconds before rank 1.
+    """
+    return """
+import os, signal, subprocess, sys, time
+heard = []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: heard.append(number))
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+rank = os.environ["RANK"]
+open(f"ready-{rank}", "w").close()
+while not heard:
+    time.sleep(0.01)
+time.sleep(0.5 + 2 * int(rank))
+assert worker.poll() is None, "the worker heard the notice"
+worker.kill()
+open(f"saved-{rank}", "w").write(str(heard))
+sys.exit(75)
+"""
 
 
 @pytest.fixture

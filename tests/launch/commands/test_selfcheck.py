@@ -18,18 +18,15 @@ def test_self_check_passes_on_two_ranks(sandbox):
 
 @pytest.mark.exhaustive
 def test_self_check_notices_a_strategy_that_does_not_average(sandbox):
-    broken = sandbox.folder / "broken"
-    info = broken / "broken-1.0.dist-info"
-    info.mkdir(parents=True)
-    (broken / "broken.py").write_text(
+    sandbox.script(
         "from toy_spread import Toy\n"
         "class Broken(Toy):\n"
-        "    def backward(self, loss, **options): loss.backward(**options)\n"
+        "    def backward(self, loss, **options): loss.backward(**options)\n",
+        "broken.py",
     )
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[drivetrain.strategies]\nbroken = broken:Broken\n")
+    sandbox.install("broken", {"broken": "Broken"})
     env = sandbox.environment()
-    env["PYTHONPATH"] += f":{broken}"
+    env["PYTHONPATH"] += f":{sandbox.folder}"
     words = ("-m", "drivetrain_launch", "test", "--strategy", "broken", "--cpu")
     done = run_python(*words, folder=sandbox.folder, env=env)
     assert done.returncode == 1, done.stderr

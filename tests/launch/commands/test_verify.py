@@ -99,13 +99,8 @@ CPU = ("--cpu", "--nproc-per-node", "2")
 @pytest.fixture
 def verify(sandbox):
     """Verify a script in the sandbox; the strategies of WRONG are installed there."""
-    (sandbox.folder / "wrong.py").write_text(WRONG)
-    info = sandbox.folder / "wrong-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[drivetrain.strategies]\nscaled = wrong:Scaled\nswapped = wrong:Swapped\n"
-    )
+    sandbox.script(WRONG, "wrong.py")
+    sandbox.install("wrong", {"scaled": "Scaled", "swapped": "Swapped"})
 
     def run(*options, script=SCRIPT):
         path = sandbox.script(script)

@@ -10,16 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 
-import psutil
 import pytest
 
+from faulty_trainings import FaultyTrainings
 from waits import PATIENCE_S
 
 pytestmark = pytest.mark.exhaustive
 
-MARK = "OFFLOAD_TEST_MARK"
 TRAINING = """
 import os, sys, time
 from pathlib import Path
@@ -55,14 +53,12 @@ accelerator.end_training()
 """
 
 
-class Run:
+class Run(FaultyTrainings):
     """A folder in which trainings are launched; what they leave behind is looked for."""
 
     def __init__(self, folder, disk):
-        self.folder, self.disk = folder, disk
-        self.mark = uuid.uuid4().hex
-        self.room = free(disk)
-        (folder / "tmp").mkdir()
+        super().__init__(folder)
+        self.disk, self.room = disk, free(disk)
 
     def start(self, last, *, fault="pass", state="state"):
         (self.folder / "train.py").write_text(TRAINING.replace("FAULT", fault))
@@ -71,7 +67,7 @@ class Run:
             *("--strategy", "fsdp", "train.py", str(self.disk), state, str(last)),
         )
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("DRIVETRAIN_", "GLOO_"))}
-        own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder / "tmp"), MARK: self.mark}
+        own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
         return subprocess.Popen(
             command, cwd=self.folder, env=kept | own, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -88,21 +84,11 @@ class Run:
         assert free(self.disk) < self.room  # the room is taken now
         return [int(file.read_text()) for file in files]
 
-    def alive(self):
-        return [process for process in psutil.process_iter() if self._is_mine(process)]
-
-    def _is_mine(self, process):
-        try:
-            zombie = process.status() == psutil.STATUS_ZOMBIE
-            return not zombie and process.environ().get(MARK) == self.mark
-        except psutil.Error:
-            return False
-
     def check_nothing_left(self):
         end = time.monotonic() + PATIENCE_S  # the kernel frees blocks a moment after the process
-        while (self.alive() or free(self.disk) < self.room) and time.monotonic() < end:
+        while (self.processes() or free(self.disk) < self.room) and time.monotonic() < end:
             time.sleep(0.1)
-        assert self.alive() == []
+        assert self.processes() == []
         assert [path.name for path in self.disk.iterdir()] in ([], ["lost+found"])
         assert free(self.disk) >= self.room
 
@@ -115,7 +101,7 @@ def free(place):
 def run(tmp_path, small_disk):
     one = Run(tmp_path, small_disk)
     yield one
-    for process in one.alive():
+    for process in one.processes():
         process.kill()
 
 
