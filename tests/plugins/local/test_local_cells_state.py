@@ -4,15 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cell_workers import (
-    ONCE,
-    PP,
-    STREAMING,
-    TP,
-    CellTraining,
-    emulate_hosts,
-    wide_words,
-)
+from cell_workers import ONCE, PP, STREAMING, TP, CellTraining, emulate_hosts, wide_words
 from local_workers import Rounds
 from resumed_workers import check_same_bits, goes_on_bit_for_bit
 

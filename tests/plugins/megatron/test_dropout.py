@@ -21,14 +21,7 @@ from drivetrain.errors import UsageError
 from drivetrain.model.modules import repeated_blocks
 from drivetrain.runtime import rng
 from drivetrain.runtime.mesh import Axis
-from drivetrain_megatron.dropout import (
-    AlikeDraws,
-    Dropout,
-    Dropping,
-    Site,
-    combine,
-    keep_mask,
-)
+from drivetrain_megatron.dropout import AlikeDraws, Dropout, Dropping, Site, combine, keep_mask
 from drivetrain_megatron.tensor.partition import Partition, even, packed, units
 from emulated_tensors import close
 from huggingface_models import bert, encoder, gpt2, token_batch

@@ -122,11 +122,7 @@ class Cell:
 
 @pytest.mark.parametrize(
     ("build", "options"),
-    [
-        (llama, {"tp": 2}),
-        (gpt2, {"tp": 2}),
-        (llama, {"tp": 2, "sequence_parallel": True}),
-    ],
+    [(llama, {"tp": 2}), (gpt2, {"tp": 2}), (llama, {"tp": 2, "sequence_parallel": True})],
 )
 @pytest.mark.complete
 @pytest.mark.ranks(2)

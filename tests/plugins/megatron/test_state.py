@@ -60,10 +60,7 @@ def over(inner, **options):
 
 
 TP, PP, ZERO3 = {"tp": 2}, {"pp": 2}, over("zero3", keep_below=0)
-CELLS = [
-    ("llama-gqa", {**PP, "chunks": 2, "schedule": "interleaved"}),
-    ("llama-mqa", TP | ZERO3),
-]
+CELLS = [("llama-gqa", {**PP, "chunks": 2, "schedule": "interleaved"}), ("llama-mqa", TP | ZERO3)]
 MORE_CELLS = [("gpt2", TP | over("zero1"))]
 CELLS_OF_FOUR = [("gpt2", TP | PP), ("llama-gqa", PP | ZERO3)]
 

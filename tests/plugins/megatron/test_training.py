@@ -39,10 +39,7 @@ def test_one_head_of_keys_for_four_ranks():
 
 
 TP, PP = {"tp": 2}, {"pp": 2}
-CELLS = [
-    ("llama-gqa", TP, torch.no_grad),
-    ("gpt2", PP, torch.inference_mode),
-]
+CELLS = [("llama-gqa", TP, torch.no_grad), ("gpt2", PP, torch.inference_mode)]
 MORE_CELLS = [
     ("gpt2", {**PP, "schedule": "zb-h1"}, torch.no_grad),
     ("bert", {**TP, "sequence_parallel": True}, torch.inference_mode),

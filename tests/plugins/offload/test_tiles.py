@@ -10,14 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from drivetrain.errors import UsageError
-from drivetrain_offload.tiles import (
-    SMALLEST_TILE,
-    GroupStep,
-    Piece,
-    Rule,
-    Tiler,
-    update_rule,
-)
+from drivetrain_offload.tiles import SMALLEST_TILE, GroupStep, Piece, Rule, Tiler, update_rule
 
 FACTOR = 0.37109843
 RULES = [

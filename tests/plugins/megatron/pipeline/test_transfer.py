@@ -13,13 +13,7 @@ from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.world import World, reached
 from drivetrain_megatron.pipeline.runner import LocalStages, _sending
 from drivetrain_megatron.pipeline.schedules import Action, ActionKind
-from drivetrain_megatron.pipeline.transfer import (
-    Direction,
-    Link,
-    Message,
-    StageLinks,
-    streams,
-)
+from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, StageLinks, streams
 from drivetrain_megatron.recording.phases import TensorMeta
 
 STAGES = 2

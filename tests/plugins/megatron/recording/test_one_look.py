@@ -88,11 +88,7 @@ def once_for_reference(build):
 
 @pytest.mark.ranks(2)
 def test_one_forward_in_each_mode_and_one_of_a_block_for_reference():
-    for build, options in (
-        (gpt2, {"tp": 2}),
-        (llama, PP),
-        (Guessed, {**PP, "cut": "profile"}),
-    ):
+    for build, options in ((gpt2, {"tp": 2}), (llama, PP), (Guessed, {**PP, "cut": "profile"})):
         expected = [True, False] if "tp" in options else [True]
         assert forwards(build, **options) == expected, (build, options)
     for build in (gpt2, llama):
