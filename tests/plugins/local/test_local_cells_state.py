@@ -13,11 +13,6 @@ pytestmark = pytest.mark.ranks(4)
 DDP, ZERO3 = {"name": "ddp"}, {"name": "zero3"}
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return str(tmp_path / "checkpoint")
-
-
 @pytest.mark.parametrize(
     ("inner", "rounds", "at"),
     [

@@ -14,11 +14,6 @@ pytestmark = pytest.mark.ranks(2)
 STREAMING = Rounds(every=4, fragments=2, delay=3, keep=0.5)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return str(tmp_path / "checkpoint")
-
-
 @pytest.mark.parametrize(
     ("rounds", "inner", "at"), [(STREAMING, "zero1", 5), (Rounds(every=4), "ddp", 6)]
 )

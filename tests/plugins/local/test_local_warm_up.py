@@ -18,11 +18,6 @@ from resumed_workers import check_same_bits, goes_on_bit_for_bit
 ROUNDS = Rounds(every=3, warmup_steps=4)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return str(tmp_path / "checkpoint")
-
-
 @pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", ["zero2", "plain"])

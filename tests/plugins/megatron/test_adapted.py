@@ -6,11 +6,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.build import AdaptedModel
+from huggingface_models import llama
 from stacks import Parts
 
 # peft asks transformers for an attribute by its old name.
@@ -21,12 +21,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 def adapted_llama():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads, **ends))
     options = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
-    return get_peft_model(model, LoraConfig(**options, task_type="CAUSAL_LM"))
+    return get_peft_model(llama(), LoraConfig(**options, task_type="CAUSAL_LM"))
 
 
 def generated(model, words):

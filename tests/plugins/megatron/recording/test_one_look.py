@@ -5,32 +5,17 @@ import threading
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
+import huggingface_models
 from cases import case
 from drivetrain import Accelerator
+from huggingface_models import llama
 
 PP = {"pp": 2, "micro_batches": 2}
 
 
-def gpt2():
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=16, n_layer=4, n_head=4, vocab_size=64, n_positions=16)
-    )
-
-
-def llama():
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            vocab_size=64,
-            attention_dropout=0.1,
-        )
-    )
+gpt2 = functools.partial(huggingface_models.gpt2, 4, dropout=0.1)
 
 
 class Guessed(nn.Module):
