@@ -156,7 +156,8 @@ def one(store, *, numel=20_000, kept=True):
 
 def test_many_steps_have_the_bits_of_torch(store):
     loops = [(kind, {**options, "fused": None}) for kind, options in RULES]
-    cases = [(*rule, torch.float32) for rule in RULES + loops]
+    rules = RULES + loops if isinstance(store, HostStore) else RULES[::3]
+    cases = [(*rule, torch.float32) for rule in rules]
     for turn, (kind, options, dtype) in enumerate([*cases, (*ADAMW, torch.float64)]):
         both = Both(store, kind, options, dtype=dtype, block=f"a{turn}")
         for number, without in enumerate([(), (1, 4), (5,), (0, 2, 3)]):
