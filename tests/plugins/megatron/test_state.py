@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.nn import functional as F
 
 from cases import case
 from cell_twins import EXACT
@@ -16,7 +15,7 @@ from drivetrain.checkpoint.loading import open_checkpoint
 from drivetrain.errors import CheckpointError, RankMismatchError, UsageError
 from drivetrain.model.modules import held_parameters
 from drivetrain_megatron import state
-from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch
+from huggingface_models import ARCHITECTURES, VOCABULARY, token_batch, word_loss
 from stacks import Residual, Stack
 from zero_stages import MASTERS
 
@@ -36,15 +35,11 @@ def prepared(accelerator, model):
     return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
-def step_loss(output, targets):
-    return F.cross_entropy(logits_of(output).view(-1, VOCABULARY), targets.reshape(-1))
-
-
 def train(accelerator, model, optimizer):
     """Return the weights after some steps."""
     for step in range(2):
         ids = token_batch(step, rows=4)
-        accelerator.pipeline_step(model, ids, ids, loss_fn=step_loss)
+        accelerator.pipeline_step(model, ids, ids, loss_fn=word_loss)
         optimizer.step()
         optimizer.zero_grad()
     return {name: each.clone() for name, each in accelerator.get_state_dict(model).items()}
@@ -132,7 +127,7 @@ def test_state_of_an_optimizer_is_cut_too():
     found = train(accelerator, *accelerator.prepare(model, optimizer))
     for step in range(2):
         ids = token_batch(step, rows=4)
-        step_loss(twin(ids), ids).backward()
+        word_loss(twin(ids), ids).backward()
         other.step()
         other.zero_grad()
     torch.testing.assert_close(found, twin.state_dict(), **EXACT)

@@ -18,10 +18,8 @@ from drivetrain.testing.conformance.suite import cut_connections, everyone
 from graphs import backend, graphs
 from huggingface_models import (
     ARCHITECTURES,
-    VOCABULARY,
     WithLoss,
     gpt2,
-    logits_of,
     token_batch,
     word_loss,
 )
@@ -186,10 +184,6 @@ def test_three_dims(inner):
     check("gpt2", loss_inside, steps=1, **options)
 
 
-def loss_of(output, targets):
-    return F.cross_entropy(logits_of(output).view(-1, VOCABULARY), targets.reshape(-1))
-
-
 def test_ignored_labels():
     """The mean is over all tokens that count, however they fall into micro-batches."""
     both = Twins(build("gpt2"), tp=2, micro_batches=4)
@@ -227,12 +221,12 @@ def test_levels_may_change():
         ids = token_batch(step, rows=5)
         if level == "L3":
             batch = {"input_ids": ids}
-            both.accelerator.pipeline_step(both.model, batch, ids, loss_fn=loss_of)
-            loss_of(both.twin(ids), ids).backward()
+            both.accelerator.pipeline_step(both.model, batch, ids, loss_fn=word_loss)
+            word_loss(both.twin(ids), ids).backward()
         elif level == "L2":
             both.backward(*(each.loss for each in both(input_ids=ids, labels=ids)), rtol=1e-5)
         else:
-            both.backward(*(loss_of(each, ids) for each in both(ids)))
+            both.backward(*(word_loss(each, ids) for each in both(ids)))
         both.check_gradients(**({"rtol": 1e-4, "atol": 1e-7} if level == "L2" else EXACT))
 
 
@@ -269,8 +263,8 @@ class Trained:
     def steps(self, first, last):
         dp = self.accelerator.mesh["dp"]
         for step in range(first, last):
-            ids = token_batch(step, rows=8)[dp.rank :: dp.size]
-            self.accelerator.pipeline_step(self.model, ids, ids, loss_fn=loss_of)
+            ids = token_batch(step, rows=8)[dp.rank :: dp.size].contiguous()
+            self.accelerator.pipeline_step(self.model, ids, ids, loss_fn=word_loss)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -287,7 +281,7 @@ def uninterrupted():
     kept = []
     for step in range(LAST):
         ids = token_batch(step, rows=8)
-        loss_of(model(ids), ids).backward()
+        word_loss(model(ids), ids).backward()
         optimizer.step()
         optimizer.zero_grad()
         kept.append({name: p.detach().clone() for name, p in model.named_parameters()})
@@ -345,7 +339,7 @@ def test_a_stage_that_fails(place, kind):
         raise kind("sprung")
 
     def loss_or_fail(output, targets):
-        return fail() if failing else loss_of(output, targets)
+        return fail() if failing else word_loss(output, targets)
 
     accelerator.pipeline_step(model, ids, ids, loss_fn=loss_or_fail)
     if odd and place == "loss":
