@@ -1,10 +1,17 @@
 """A launch that ends well: arguments, environment, output; and what is said of odd options."""
 
 import json
+import tempfile
 
 from drivetrain import registry
 from drivetrain.config import LaunchConfig, Layer, resolve
-from drivetrain_launch.commands.launch import LAUNCHERS_OWN, without_effect
+from drivetrain.runtime.world import memory_kept_mark
+from drivetrain_launch.commands.launch import (
+    LAUNCHERS_OWN,
+    memory_folder,
+    temporary_folder,
+    without_effect,
+)
 from drivetrain_launch.commands.options import misplaced
 from drivetrain_launch.ranks.placement import heap_variables, interface_of
 
@@ -69,3 +76,25 @@ def test_one_rank_without_settings_hears_nothing():
     resolved = resolve(Layer({}, {}), find_config=registry.strategies().find_config)
     assert without_effect(resolved, 1) == ""
     assert "joined nothing between its 2 ranks" in without_effect(resolved, 2)
+
+
+# --- a launcher's private folders: whose are swept, and which stay ---
+
+
+def test_folders_of_other_launchers_stay_while_these_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary_folder() as first:
+        with temporary_folder() as second:
+            assert first.is_dir()
+        assert not second.exists()
+        (first / "file").touch()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_ranks_want_to_keep_stays_until_the_next_launcher(tmp_path):
+    with memory_folder(tmp_path) as kept:
+        (kept / "0").mkdir()
+        memory_kept_mark(kept / "0").touch()
+    assert kept.is_dir()
+    with memory_folder(tmp_path):
+        assert not kept.exists()

@@ -169,3 +169,124 @@ def test_the_newest_checkpoint_of_an_attempt_in_storage_or_memory(tmp_path):
     for memory, steps in ((False, 30), (True, 40)):
         saved_mark(job.config, memory=memory).write_text(str(steps))
         assert _saved(job) == steps
+
+
+# --- a scheduler's notice at a moment at which no rank can hear it: it waits for the ranks ---
+
+
+SLOW_START = """
+import os, sys, time
+if "drivetrain_launch.ranks.worker" in sys.orig_argv:
+    open(f"starting-{os.environ['RANK']}", "w").close()
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+"""
+"""A module that Python imports before a program; a rank waits in it, without a handler."""
+
+
+@pytest.fixture
+def slow_start(sandbox):
+    """Variables with which ranks wait for the file ``go`` before they have a handler."""
+    folder = sandbox.folder / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SLOW_START)
+    return {"PYTHONPATH": f"{folder}:{sandbox.environment()['PYTHONPATH']}"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("script", ["", "print('SIGUSR1 ended nobody')"], ids=["hears", "ends"])
+def test_sigusr1_waits_for_ranks_that_are_being_started(sandbox, slow_start, hears, script):
+    script = script or hears
+    words = ("launch", "--strategy", "toy", "--nproc-per-node", "1", sandbox.script(script))
+    process = sandbox.start(*words, env=slow_start)
+    wait_until((sandbox.folder / "starting-0").exists)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    (sandbox.folder / "go").touch()
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert out.startswith("SIGUSR1")
+
+
+@pytest.mark.exhaustive
+def test_sigusr1_holds_for_the_attempt_after_the_one_that_failed_with_it(sandbox, hears):
+    script = sandbox.script(
+        "import os, signal, time\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))\n"
+        "    open('ready', 'w').close()\n"
+        "    time.sleep(600)\n" + hears
+    )
+    words = ("--nproc-per-node", "1", "--max-restarts", "1", script)
+    process = sandbox.start("launch", "--strategy", "toy", *words)
+    wait_until((sandbox.folder / "ready").exists)
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert out == "SIGUSR1\n"
+    assert "starting all ranks again" in err
+
+
+@pytest.mark.exhaustive
+def test_sigusr1_waits_while_hosts_meet(sandbox, port, hears):
+    script = sandbox.script(hears)
+    hosts = []
+    for index in range(2):
+        words = ("--nproc-per-node", "1", "--nnodes", "2", "--node-rank", str(index))
+        words += ("--rdzv-endpoint", f"127.0.0.1:{port}")
+        secret = {"DRIVETRAIN_SECRET": "a secret of the tests"}
+        hosts.append(sandbox.start("launch", "--strategy", "toy", *words, script, env=secret))
+        if not index:
+            said = hosts[0].stderr.readline()
+            assert said.startswith("waiting for 1 of 2 hosts")
+            hosts[0].send_signal(signal.SIGUSR1)
+            time.sleep(0.3)
+    done = [host.communicate() for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], done
+    assert done[0][0] == "SIGUSR1\n"
+
+
+# --- a scheduler signals a rank with the workers of its loader: the run saves, and says so ---
+
+
+TRAIN = """
+import os, signal, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from drivetrain import Accelerator, ProjectConfiguration
+
+class Slow(TensorDataset):
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+def main():
+    project = ProjectConfiguration(project_dir="run", automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model = nn.Linear(2, 1)
+    loader = DataLoader(Slow(torch.ones(2000, 2)), batch_size=2, num_workers=2, prefetch_factor=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for step, (rows,) in enumerate(loader):
+        accelerator.backward(model(rows).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3 and accelerator.process_index == 1:
+            os.killpg(os.getpgrp(), signal.SIGTERM)
+    raise SystemExit("the whole dataset was read")
+
+main()
+"""
+
+
+def test_workers_outlive_the_notice_and_the_run_saves(sandbox):
+    done = sandbox.run("launch", "--cpu", "--nproc-per-node", "2", sandbox.script(TRAIN))
+    assert done.returncode == 75, done.stderr
+    assert "exit code 75 asks to be started again" in done.stderr
+    for word in ("Traceback", "made no Accelerator"):
+        assert word not in done.stderr
+    saved = sandbox.folder / "run" / "checkpoints"
+    assert [path.name for path in saved.iterdir()] == ["checkpoint_0"]
+    assert (saved / "checkpoint_0" / "manifest.json").exists()
+    assert sandbox.alive() == []

@@ -4,14 +4,17 @@ The conformance suite compares a precision with one process; here is what is pec
 to ways of sharding that keep values or gradients longer.
 """
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
+from drivetrain.model.modules import clean_name
 from drivetrain.testing.conformance.loops import LowTwins, copies_loss, in_fp32
-from drivetrain.testing.conformance.suite import everyone
+from drivetrain.testing.conformance.suite import Twins, everyone, weights
 from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case
-from stacks import Residual, Stack
+from stacks import Residual, Stack, Tower
 from zero_stages import start
 
 HYBRID_LOCAL = {"sharding": "hybrid", "shard_size": 2, "accumulate": "local"}
@@ -112,3 +115,43 @@ def test_a_third_of_a_gradient_has_the_digits_of_the_wire():
     accelerator.backward(model(torch.ones(1, WIDTH)).sum())
     for piece in accelerator.strategy_of(model).gradients():
         torch.testing.assert_close(piece, torch.ones_like(piece), rtol=0, atol=1e-6)
+
+
+# --- compiled blocks under fsdp: the conformance suite compiles whole models ---
+
+
+FULL = {"name": "fsdp"}
+GRAD = {"name": "fsdp", "sharding": "grad"}
+TOWER = Case("tower", functools.partial(Tower, 4))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", [FULL, GRAD], ids=["full", "grad"])
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_compiled_blocks(strategy):
+    """By the user before prepare or after it: as eager, and no graph is made after two steps."""
+    accelerator = start(strategy)
+    twins = Twins(accelerator, TOWER, wrap=None if strategy == FULL else compiled)
+    if strategy == FULL:
+        for block in twins.model.blocks:
+            block.compile(backend="aot_eager")
+    graphs = []
+    for step in range(4):
+        twins.backward(step)
+        twins.step()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 0 < graphs[1] == graphs[3]
+    for name, tensor in weights(accelerator, twins.model).items():
+        expected = twins.twin.get_parameter(clean_name(name)).detach()
+        torch.testing.assert_close(tensor, expected, rtol=1e-10, atol=1e-10)
+    shown = [clean_name(name) for name in accelerator.get_state_dict(twins.model)]
+    assert shown == list(twins.twin.state_dict())
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def compiled(model):
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, backend="aot_eager")
+    return model
