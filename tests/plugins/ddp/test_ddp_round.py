@@ -78,7 +78,6 @@ def test_no_memory_for_buckets_in_a_better_order(monkeypatch):
         backward(step)
         for part in model.values():
             assert_grads(part, mean_grads(part, [step], ranks=2))
-    strategy.close()
 
 
 @pytest.mark.parametrize(("first", "early"), [(0.001, 53 * 8), (25.0, 0)])
@@ -98,7 +97,6 @@ def test_the_first_bucket_leaves_before_the_first_layer_has_gradients(first: flo
     assert sent == [0, early]
     if rank == 0:
         assert traffic.sent() == Ddp.cost(config, ModelSpec.of(model), strategy.run).sent
-    strategy.close()
 
 
 @pytest.mark.ranks(1)
@@ -129,7 +127,6 @@ def test_no_memory_for_what_crosses(monkeypatch):
     for parameter, grad in zip(model.parameters(), mean_grads(model, [0, 1], 2), strict=True):
         torch.testing.assert_close(parameter.grad, grad, rtol=0.02, atol=1e-3)
     assert len(made) > 2
-    strategy.close()
 
 
 def test_accumulating_sends_nothing_and_then_the_mean_of_the_sum():
@@ -156,7 +153,6 @@ def test_accumulating_sends_nothing_and_then_the_mean_of_the_sum():
     with pytest.raises(ZeroDivisionError), strategy.accumulating():
         raise ZeroDivisionError
     assert strategy.rounds.synchronizing
-    strategy.close()
 
 
 class Failing(torch.autograd.Function):
@@ -198,7 +194,6 @@ def test_an_exception_in_backward_good_steps_and_a_loss_that_misses_the_model_on
         strategy.backward(loss_of(model[2:], Failing.apply(model[:2](batch(9, rank)))))
     with pytest.raises(UsageError, match="after a backward that an exception has ended"):
         kept[1].backward()
-    strategy.close()
 
 
 def recomputing():
@@ -238,7 +233,6 @@ def test_reentrant_checkpoints_of_a_shared_layer(late):
         plain = deepcopy(model)
         plain.recompute = False
         assert_grads(model, mean_grads(plain, [10 + step, step], 2))
-    strategy.close()
 
 
 def test_freezing_and_unfreezing_and_replaced_gradients():
@@ -266,7 +260,6 @@ def test_freezing_and_unfreezing_and_replaced_gradients():
     strategy.backward(loss_of(model, batch(3, rank)))
     expected = [grad + 0.5 for grad in mean_grads(copy, [3], 2)[:4]]
     assert_grads(model[:3], expected)
-    strategy.close()
 
 
 @pytest.mark.parametrize("name", ["ddp", "plain"])
@@ -322,7 +315,6 @@ def test_views_of_gradients_that_are_cleared_within_a_window_stay_what_they_were
         cleared_ones, others = mean_grads(model, [2, 3], 2), mean_grads(model, [1, 2, 3], 2)
         assert_grads(model, [*chain(*zip(cleared_ones[::2], others[1::2], strict=True))])
         model.zero_grad()
-    strategy.close()
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -331,13 +323,11 @@ def test_gradients_of_gradients_and_sparse_ones_are_refused():
     strategy = start(model)
     with pytest.raises(UsageError, match="part of a graph"):
         strategy.backward(loss_of(model, batch(0, 0)), create_graph=True)
-    strategy.close()
     words = nn.Embedding(5, 2, sparse=True)
     strategy = start(words)
     with pytest.raises(UsageError, match="sparse=False"):
         strategy.backward(words(torch.tensor([1])).sum())
     words.weight.grad = None
-    strategy.close()
 
 
 @pytest.mark.ranks(3)
@@ -378,7 +368,6 @@ def check_cost(hook: str, buckets: float) -> None:
         assert cost.held["gradients"] == flats
     else:
         assert cost.held["gradients"] > flats
-    strategy.close()
 
 
 @pytest.mark.ranks(1)
@@ -392,7 +381,6 @@ def test_only_an_optimizer_of_two_states_is_promised_to_count_steps():
         kept = [value for entry in optimizer.state.values() for value in entry.values()]
         held = Ddp.cost(SMALL, ModelSpec.of(model, states=states), strategy.run).held
         assert held["optimizer"] == sum(value.nbytes for value in kept if value is not None)
-        strategy.close()
 
 
 @pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd in bf16"])
@@ -420,7 +408,6 @@ def test_compressed_training_still_learns_and_ranks_agree(hook: str):
     both = torch.stack([total, -total])
     strategy.ranks.all_reduce(both, reduction="max").wait()
     assert both[0] == -both[1]
-    strategy.close()
 
 
 def test_powersgd_sends_later_what_it_could_not_send_at_once():
@@ -443,7 +430,6 @@ def test_powersgd_sends_later_what_it_could_not_send_at_once():
         strategy.backward(other.weight.sum())
         assert model.weight.grad is None
     assert (total / steps - mean).norm() < 0.2 * mean.norm()
-    strategy.close()
 
 
 # --- what rank 0 broadcasts: buffers ---
@@ -475,4 +461,3 @@ def test_buffers_follow_rank_zero_after_a_backward(policy: str):
     found = traffic.sent()
     assert {key: found[key] for key in found if key[1] == "broadcast"} == after
     strategy.backward(other)  # its graph has saved a buffer
-    strategy.close()

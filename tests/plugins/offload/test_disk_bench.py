@@ -6,7 +6,6 @@ import pytest
 
 from drivetrain_launch.cli import run
 from drivetrain_offload import nvme
-from drivetrain_offload import nvme as files
 from drivetrain_offload.nvme import Speed, suggest, usable_bytes
 
 QUICK = ("--mib", "2", "--request-mib", "0.25", "--threads", "1", "--threads", "4")
@@ -38,13 +37,13 @@ def test_json_and_table(tmp_path, capsys):
 
 def test_every_byte_is_moved_as_often_as_it_is_counted(tmp_path, monkeypatch):
     moved = {"read": 0, "write": 0}
-    real = files.DiskFile._move
+    real = nvme.DiskFile._move
 
     def counted(self, call, view, at, verb):
         moved[verb] += len(view)
         real(self, call, view, at, verb)
 
-    monkeypatch.setattr(files.DiskFile, "_move", counted)
+    monkeypatch.setattr(nvme.DiskFile, "_move", counted)
     nvme.measure(tmp_path, 3 * 2**20, 0.5, 2)
     # write: to fill, alone, half of it beside reads; read: alone, half of it beside writes
     assert moved == {"read": 4.5 * 2**20, "write": 7.5 * 2**20}

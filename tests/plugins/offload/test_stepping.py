@@ -423,9 +423,44 @@ def test_an_error_in_arithmetic_or_an_output_is_the_step_s(store):
     stepper.close()
 
 
-@pytest.mark.exhaustive
-def test_the_interpreter_ends_while_steps_are_under_way(tmp_path):
-    code = """
+# --- threads of a process that ends ---
+
+
+LET_GO = """
+import threading, time
+from drivetrain_offload.tiles import _AlignedMapping, _tensor
+from drivetrain_offload.tiles import ThreadPool
+
+begun = threading.Event()
+
+def give_back(region):
+    begun.set()
+    for _ in range(50):
+        time.sleep(0.01)  # lets go of the interpreter inside of torch's destructor
+
+pool = ThreadPool(1, "writer")
+def hold(tensor):
+    time.sleep(0.2)  # until the thread has the last reference
+
+pool.submit(hold, _tensor(_AlignedMapping(4096, False), give_back))
+begun.wait()
+"""
+
+ORDER = """
+import time
+from drivetrain_offload.tiles import ThreadPool
+
+inner, outer = ThreadPool(1, "inner"), ThreadPool(1, "outer")
+
+def step():
+    time.sleep(0.1)
+    inner.submit(time.sleep, 0.1).result()
+    print("stepped", flush=True)
+
+outer.submit(step)
+"""
+
+STEPS = """
 import sys, torch
 from drivetrain.store import ShardSpec, ShardStep
 from drivetrain_offload.host import HostStore
@@ -439,6 +474,12 @@ for store in HostStore(), NvmeStore(NvmeConfig(path=sys.argv[1])):
     stepper.adopt('a', [ShardSpec(n, torch.float32, True)], group)
     for _ in range(20): stepper.submit('a', [ShardStep(0, group, torch.ones(n), None)])
 """
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("code", "said"), [(LET_GO, ""), (ORDER, "stepped\n"), (STEPS, "")])
+def test_the_interpreter_ends_while_threads_work(tmp_path, code, said):
+    """The youngest pool ends first, and no tensor that is let go aborts."""
     command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")

@@ -167,7 +167,6 @@ def test_thin_matrices_find_the_same(monkeypatch):
 # --- ranks as threads ---
 
 
-
 def test_errors_end_all_ranks():
     reached = []
 

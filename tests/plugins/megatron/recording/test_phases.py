@@ -16,6 +16,7 @@ from drivetrain_megatron.recording.calls import example_inputs
 from drivetrain_megatron.recording.phases import Carried, Constant, Passed, named_blocks, record
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import Shapes
+from stacks import Stack
 
 WIDTH = 6
 
@@ -29,31 +30,24 @@ class Layer(nn.Module):
         return x + self.linear(x if extra is None else x + extra)
 
 
-class Net(nn.Module):
+class Net(Stack):
     layer = Layer
 
-    def __init__(self, layers=3):
-        super().__init__()
-        self.tokens = nn.Embedding(11, WIDTH)
-        self.layers = nn.ModuleList(self.layer() for _ in range(layers))
+    def __init__(self):
+        first, last = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11, bias=False)
+        super().__init__((self.layer() for _ in range(3)), first=first, last=last)
         self.norm = nn.BatchNorm1d(WIDTH)
-        self.head = nn.Linear(WIDTH, 11, bias=False)
         self.unused = nn.Parameter(torch.ones(3))
         self.register_buffer("positions", torch.arange(32).float()[:, None])
 
     def before(self, ids):
-        return self.tokens(ids) + self.positions[: ids.shape[1]]
-
-    def middle(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return self.first(ids) + self.positions[: ids.shape[1]]
 
     def after(self, x):
-        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+        return self.last(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
     def forward(self, ids):
-        return self.after(self.middle(self.before(ids)))
+        return self.after(self.body(self.before(ids)))
 
 
 IDS = torch.arange(10).view(2, 5)
@@ -66,11 +60,11 @@ def phases(recording):
 def test_phases_of_parameters_and_buffers():
     found = record(Net(), (IDS,), {})
     assert phases(found) == {
-        "tokens.weight": [0],
-        **{f"layers.{i}.linear.{kind}": [i] for i in range(3) for kind in ("weight", "bias")},
+        "first.weight": [0],
+        **{f"blocks.{i}.linear.{kind}": [i] for i in range(3) for kind in ("weight", "bias")},
         "norm.weight": [3],
         "norm.bias": [3],
-        "head.weight": [3],
+        "last.weight": [3],
         "unused": [],
     }
     assert found.buffers["positions"].ambient
@@ -82,13 +76,13 @@ def test_phases_of_parameters_and_buffers():
 
 def test_ties_have_all_names_and_phases():
     model = Net()
-    model.head.weight = model.tokens.weight
-    model.layers[2].linear.bias = model.layers[0].linear.bias
+    model.last.weight = model.first.weight
+    model.blocks[2].linear.bias = model.blocks[0].linear.bias
     uses = record(model, (IDS,), {}).parameters
     found = {name: use for name, use in uses.items() if len(use.phases) > 1}
     assert {name: (use.names, sorted(use.phases)) for name, use in found.items()} == {
-        "tokens.weight": (("tokens.weight", "head.weight"), [0, 3]),
-        "layers.0.linear.bias": (("layers.0.linear.bias", "layers.2.linear.bias"), [0, 2]),
+        "first.weight": (("first.weight", "last.weight"), [0, 3]),
+        "blocks.0.linear.bias": (("blocks.0.linear.bias", "blocks.2.linear.bias"), [0, 2]),
     }
 
 
@@ -101,9 +95,9 @@ def test_structure_of_what_blocks_return():
     class Trees(Net):
         layer = Tree
 
-        def middle(self, x):
+        def body(self, x):
             mask = torch.ones(x.shape[:2])
-            for layer in self.layers:
+            for layer in self.blocks:
                 x = layer(x, mask, flag=True)["x"]
             return x
 
@@ -133,11 +127,11 @@ def snapshot(model):
 
 def test_the_model_and_random_numbers_stay_as_they_were():
     class Noisy(Net):
-        def middle(self, x):
+        def body(self, x):
             assert self.training
             self.seen = torch.rand(3) + random.random()
             self.norm.num_batches_tracked.add_(1)
-            return super().middle(x)
+            return super().body(x)
 
     model = Noisy()
     values, before = copy.deepcopy(model.state_dict()), snapshot(model)
@@ -162,17 +156,14 @@ def test_a_model_on_meta_gives_the_same_recording():
 class Biased(Net):
     """A learned bias goes into every block."""
 
-    def middle(self, x):
-        bias = self.unused.mean()
-        for layer in self.layers:
-            x = layer(x, bias)
-        return x
+    def body(self, x):
+        return super().body(x, self.unused.mean())
 
 
 class Skip(Net):
-    def middle(self, x):
-        x = kept = self.layers[0](x)
-        return self.layers[2](self.layers[1](x), extra=kept)
+    def body(self, x):
+        x = kept = self.blocks[0](x)
+        return self.blocks[2](self.blocks[1](x), extra=kept)
 
 
 class Late(Net):
@@ -180,14 +171,14 @@ class Late(Net):
 
     def forward(self, ids):
         x = self.before(ids)
-        return self.after(self.middle(x) + x)
+        return self.after(self.body(x) + x)
 
 
 class OuterResidual(Net):
     """The sum is outside of the blocks."""
 
-    def middle(self, x):
-        for layer in self.layers:
+    def body(self, x):
+        for layer in self.blocks:
             x = x + layer(x)
         return x
 
@@ -195,8 +186,8 @@ class OuterResidual(Net):
 class InPlace(Net):
     """The code around blocks writes into the tensor that crosses."""
 
-    def middle(self, x):
-        for layer in self.layers:
+    def body(self, x):
+        for layer in self.blocks:
             x += layer(x)
         return x
 
@@ -256,8 +247,8 @@ def test_the_output_of_an_encoder_crosses_to_every_block_of_the_decoder():
 
 
 class Missing(Net):
-    def middle(self, x):
-        return self.layers[1](x)
+    def body(self, x):
+        return self.blocks[1](x)
 
 
 class Branch(Net):
@@ -273,15 +264,15 @@ class Odd(Net):
 
     layer = Layer
 
-    def middle(self, x):
-        return self.layers[0](x)[0]
+    def body(self, x):
+        return self.blocks[0](x)[0]
 
 
 def test_refused():
     for model, message in (
-        (Missing(), r"layers\.0, layers\.2 and 0 more were not"),
+        (Missing(), r"blocks\.0, blocks\.2 and 0 more were not"),
         (Branch(), "another pipeline stage"),
-        (Odd(), r"block 'layers\.0' to return.*a object"),
+        (Odd(), r"block 'blocks\.0' to return.*a object"),
         (nn.Embedding(11, 3), "modules that can be blocks"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -289,7 +280,7 @@ def test_refused():
     # A block with another result than before is refused in one line.
     found = record(Net(), (IDS,), {}).blocks[0]
     with pytest.raises(UsageError) as error:
-        found.output.carried("layers.0", (torch.ones(1), [None, None]))
+        found.output.carried("blocks.0", (torch.ones(1), [None, None]))
     expected = "with a result of value, found a result of tuple (value, list of 2 values): "
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
@@ -303,7 +294,7 @@ def test_shapes_are_known_for_other_inputs_and_remembered():
     model = Net()
     found = record(model, (IDS,), {})
     ran = []
-    for layer in model.layers:
+    for layer in model.blocks:
         compute = layer.linear.forward
         layer.linear.forward = lambda x, compute=compute: ran.append(1) or compute(x)
     shapes, counts = shapes_of(found, model), []
@@ -313,7 +304,7 @@ def test_shapes_are_known_for_other_inputs_and_remembered():
         assert [[m.shape for m in block] for block in metas] == [[(rows, 7, WIDTH)]] * 3
         counts.append(len(ran))
     assert counts == [3, 3, 0, 0, 0]
-    assert not isinstance(model.head.weight, StageProxy)
+    assert not isinstance(model.last.weight, StageProxy)
 
 
 class Counting(Layer):

@@ -58,6 +58,7 @@ def check_lookups(size, vocabulary, padding):
     expected = whole(words)
     grad = torch.randn_like(expected)
     expected.backward(grad)
+    shards = even(-2, TOKENS, size)
 
     def body(ranks):
         module, partition = attached(whole, size, ranks)
@@ -65,37 +66,27 @@ def check_lookups(size, vocabulary, padding):
         close(out, expected)
         assert out.requires_grad
         out.backward(grad)
-        close(module.weight.grad, partition.take(whole.weight.grad, ranks.rank))
+        gradient = partition.take(whole.weight.grad, ranks.rank)
+        close(module.weight.grad, gradient)
         assert calls(ranks) == {"all_reduce": 1}
-        return ranks.traffic.total()
+        sent = ranks.traffic.total()
+        tokens = TokenShards()  # of a sequence that is cut, too
+        module, _ = attached(whole, size, ranks, tokens)
+        tokens.begin(TOKENS)
+        out = module(words)
+        close(out, shards.take(expected, ranks.rank))
+        out.backward(shards.take(grad, ranks.rank))
+        close(module.weight.grad, gradient)
+        close(gather(out, ranks, shards), expected)
+        return sent
 
     sent = sum(run_emulated(size, body))
     assert sent == 2 * expected.numel() * 8 * (size - 1)
 
 
-def test_lookups_equal_one_process():
+def test_lookups_equal_one_process_also_of_shards_of_the_sequence():
     for vocabulary, padding in ((97, None), (97, 96), (97, 50), (3, -1)):
         check_lookups(4, vocabulary, padding)
-
-
-def test_shards_of_the_sequence():
-    whole, words = example(97, 5)
-    expected = whole(words)
-    grad = torch.randn_like(expected)
-    expected.backward(grad)
-    shards = even(-2, TOKENS, 4)
-
-    def body(ranks):
-        tokens = TokenShards()
-        module, partition = attached(whole, 4, ranks, tokens)
-        tokens.begin(TOKENS)
-        out = module(words)
-        close(out, shards.take(expected, ranks.rank))
-        out.backward(shards.take(grad, ranks.rank))
-        close(module.weight.grad, partition.take(whole.weight.grad, ranks.rank))
-        close(gather(out, ranks, shards), expected)
-
-    run_emulated(4, body)
 
 
 def test_what_cannot_be_looked_up_or_divided_is_refused():
