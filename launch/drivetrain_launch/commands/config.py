@@ -31,10 +31,12 @@ from drivetrain_launch.commands.options import (
     EXAMPLE_SCRIPT,
     FLAGS,
     SETTINGS,
+    ModelCommand,
     check_run,
     complete_file,
     complete_known_key,
     described_strategies,
+    grouped_option,
     knobs_of,
     resolve_command_line,
     rest_argument,
@@ -111,53 +113,36 @@ def explain(key: str) -> None:
     click.echo(explained(key))
 
 
-@command.command(
-    "import", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
-)
-@click.option(
+@command.command("import", cls=ModelCommand, context_settings={"ignore_unknown_options": True})
+@grouped_option(
+    "Output",
     "--output",
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="File to write. [default: standard output]",
 )
-@rest_argument("source", "SOURCE...", required=True)
-def import_(source: tuple[str, ...], output: Path | None) -> None:
+@click.argument("source", metavar="SOURCE", shell_complete=complete_file)
+@rest_argument()
+def import_(source: str, arguments: tuple[str, ...], output: Path | None) -> None:
     """Translate a configuration of another program.
 
     SOURCE is a file of Accelerate (YAML) or DeepSpeed (JSON), a script of the shell that calls
-    torchrun, accelerate or deepspeed, or such a call itself. Settings that no key stands for become
-    comments.
+    torchrun, accelerate or deepspeed, or such a call itself, with its ARGS. Settings that no key
+    stands for become comments.
 
     Example: drivetrain config import ds_config.json --output drivetrain.yaml
     """
-    if Path(source[0]).is_file():
-        file, *rest = source
-        source = (file,)
-        output = _trailing_output(rest) or output
-    text, script, hosts = imported(source)
+    if arguments and Path(source).is_file():
+        raise ConfigError(
+            "expected one file, or a command line, found more after the file: "
+            f"{' '.join(arguments)}"
+        )
+    text, script, hosts = imported((source, *arguments))
     print_or_write(text, output)
     line = run_line(output or DEFAULT_PATH, hosts, script)
     if output is None:
         line = f"no file was written; with --output {DEFAULT_PATH}, {line}"
     click.echo(line, err=output is None)
-
-
-def _trailing_output(words: Sequence[str]) -> Path | None:
-    """Return the value of ``--output`` after a file; words of a command line stay its own.
-
-    Raises:
-        ConfigError: there are other words.
-    """
-    match words:
-        case []:
-            return None
-        case ["--output", path]:
-            return Path(path)
-        case [word] if word.startswith("--output="):
-            return Path(word.partition("=")[2])
-    raise ConfigError(
-        f"expected one file, or a command line, found more after the file: {' '.join(words)}"
-    )
 
 
 def print_or_write(text: str, output: Path | None) -> None:

@@ -151,7 +151,7 @@ class GroupedCommand(click.Command):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         names: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
-        self.context_settings = SETTINGS | names
+        self.context_settings = {**SETTINGS, **names, **self.context_settings}
         self.allow_interspersed_args = all(each.nargs != -1 for each in self.params)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -263,9 +263,9 @@ def knob_flags(*groups: str) -> Callable[..., Any]:
 
 
 class ModelCommand(GroupedCommand):
-    """A command about a model, which may be a script: only a script has arguments of its own.
+    """A command about a model or a file, which may be a script: only a script has own arguments.
 
-    Options stand before or after any other model. After a script, words that are spelled like
+    Options stand before or after any other file. After a script, words that are spelled like
     options of the command are the script's, which is said.
     """
 
