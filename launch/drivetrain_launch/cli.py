@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import click
-from click.shell_completion import CompletionItem, get_completion_class
+from click.shell_completion import CompletionItem, shell_complete
 
 from drivetrain._version import __version__
 from drivetrain.errors import ConfigError, DrivetrainError
@@ -121,10 +121,7 @@ def group() -> None:
 @click.argument("shell", type=click.Choice(list(SHELLS)))
 def completion(shell: str) -> None:
     """Print the completion script of a shell."""
-    kind = get_completion_class(shell)
-    if kind is None:
-        raise ConfigError(f"the installed click cannot complete for {shell}; update click")
-    click.echo(kind(group, {}, "drivetrain", "_DRIVETRAIN_COMPLETE").source())
+    shell_complete(group, {}, "drivetrain", "_DRIVETRAIN_COMPLETE", f"{shell}_source")
 
 
 def run(arguments: Sequence[str]) -> int:

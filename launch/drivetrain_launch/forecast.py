@@ -20,7 +20,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,6 @@ ACCELERATOR = "cuda"
 """A kind of device with memory of its own; costs depend on no more than this."""
 
 LAYERS = 1000
-LAYER_SHAPE = (1000, 1000)
 EXAMPLE = "1e9 parameters in fp32 (1000 tensors of 1000 x 1000) with Adam"
 """The model in words: a dry run does not load the user's model."""
 
@@ -94,7 +93,7 @@ def planned_world(ranks: int, nodes: int) -> World:
 
 def example_model() -> ModelSpec:
     """Describe the model for which a strategy's cost is shown."""
-    return _of_shapes([LAYER_SHAPE] * LAYERS)
+    return _of_shapes([MATRIX] * LAYERS)
 
 
 def _of_shapes(shapes: Sequence[tuple[int, int]]) -> ModelSpec:
@@ -207,16 +206,8 @@ class _Prepared(BaseException):
     """A script has reached ``prepare``; no handler of the script may catch it."""
 
 
-class Reached(NamedTuple):
-    """The objects with which a script has reached ``prepare``.
-
-    Attributes:
-        model: the first module.
-        loaders: of the same call.
-    """
-
-    model: nn.Module
-    loaders: Sequence[DataLoader[Any]]
+Reached: TypeAlias = tuple[nn.Module, Sequence[DataLoader[Any]]]
+"""The first module with which a script has reached ``prepare``, and the loaders of the call."""
 
 
 def model_of(source: str, arguments: Sequence[str] = ()) -> ModelSpec:
@@ -240,7 +231,7 @@ def model_of(source: str, arguments: Sequence[str] = ()) -> ModelSpec:
     if path.suffix == ".json" and path.is_file():
         return ModelSpec.of(of_transformers(path))
     if path.suffix == ".py" and path.is_file():
-        return ModelSpec.of(of_script(path, arguments).model)
+        return ModelSpec.of(of_script(path, arguments)[0])
     if count := parameter_count(source):
         return of_size(count)
     if FACTORY.fullmatch(source):
@@ -324,7 +315,7 @@ def of_script(path: Path, arguments: Sequence[str]) -> Reached:
         models = [each for each in objects if isinstance(each, nn.Module)]
         if not models:
             return prepare(accelerator, *objects, **settings)
-        found.append(Reached(models[0], [o for o in objects if isinstance(o, DataLoader)]))
+        found.append((models[0], [o for o in objects if isinstance(o, DataLoader)]))
         raise _Prepared
 
     before = sys.argv
@@ -396,12 +387,11 @@ def subject_of_script(source: str, arguments: Sequence[str]) -> tuple[SimulatedM
     path = Path(source)
     if not path.is_file():
         raise ConfigError(f"expected a script, found no file {source!r}; check the path")
-    reached = of_script(path, arguments)
-    examples = [first_rows(loader) for loader in reached.loaders]
-    candidates = [*batches_as_arguments(reached.model, examples, cuts=False)]
-    batch = next((loader.batch_size or 0 for loader in reached.loaders), 0)
-    given = (*candidates, *_guesses(reached.model, None))
-    return traced_model(reached.model, given), batch
+    model, loaders = of_script(path, arguments)
+    examples = [first_rows(loader) for loader in loaders]
+    candidates = [*batches_as_arguments(model, examples, cuts=False)]
+    batch = next((loader.batch_size or 0 for loader in loaders), 0)
+    return traced_model(model, (*candidates, *_guesses(model, None))), batch
 
 
 def _of_transformers(model: nn.Module, seq: int | None) -> Iterator[Candidate]:

@@ -277,15 +277,13 @@ class Examination:
         return self._references[key]
 
 
-def forms(ranks: int) -> list[tuple[str, dict[str, Any]]]:
-    """Return label, and name with options, of every installed strategy but the reference."""
+def forms(ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield label, and name with options, of every installed strategy but the reference."""
     registry = strategies()
-    found = []
     for name in registry.choices:
         for options in registry.load(name).planning().variants(ranks):
             words = [name, *(f"{key}={value}" for key, value in options.items())]
-            found.append((" ".join(words), {"name": name, **options}))
-    return found
+            yield " ".join(words), {"name": name, **options}
 
 
 def _cleared(reference: RunRecord) -> Iterator[str]:

@@ -205,10 +205,7 @@ class GroupedCommand(click.Command):
         chooses = False
         for parameter in self.get_params(ctx):
             chooses = chooses or parameter.name == STRATEGY_FLAG.parameter
-            record = None
-            if isinstance(parameter, click.Option):
-                record = parameter.get_help_record(ctx)
-            if record is not None:
+            if (record := parameter.get_help_record(ctx)) is not None:
                 heading = parameter.group if isinstance(parameter, GroupedOption) else "Other"
                 sections.setdefault(heading, []).append(record)
         for heading, records in sections.items():

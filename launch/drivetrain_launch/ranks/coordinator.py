@@ -145,9 +145,6 @@ def endings_of(members: Mapping[int, Member]) -> dict[int, Ending]:
 # --- its part of the preflight: it reaches the probes of all hosts through their launchers ---
 
 
-SKIP = "launch.preflight: none leaves this check out"
-
-
 class Preflight:
     """Checks the ways between hosts before the first attempt.
 
@@ -160,7 +157,6 @@ class Preflight:
 
     def __init__(self, extent: Extent) -> None:
         self.link = 0.0
-        self.wanted = extent != "none"
         self._extent = extent
         self._orders = itertools.count()
         self._replies: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
@@ -379,7 +375,7 @@ class Coordinator:
             return
         if text := differences({each.shown: each.software for each in self._in_order()}):
             self._dismiss(ConfigError.exit_code, text)
-        elif self._attempt or len(self._members) == 1 or not self._preflight.wanted:
+        elif self._attempt or len(self._members) == 1 or self._launch.preflight == "none":
             self._start()
         else:
             self._phase = "checking"
@@ -390,7 +386,8 @@ class Coordinator:
         try:
             refusal = await self._preflight.run(self._in_order(), self._address)
         except Exception as error:  # nobody waits for this task: an error must not be a hang
-            refusal = f"the check of the hosts failed: {type(error).__name__}: {error}; {SKIP}"
+            what = f"the check of the hosts failed: {type(error).__name__}: {error}"
+            refusal = f"{what}; launch.preflight: none leaves this check out"
         if refusal:
             self._dismiss(PreflightError.exit_code, refusal)
         else:

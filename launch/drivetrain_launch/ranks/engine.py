@@ -85,11 +85,6 @@ class Output:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
-    @property
-    def keeps(self) -> bool:
-        """Whether the output is kept in files."""
-        return self._folder is not None
-
     def streams(self, rank: int) -> Streams:
         """Open the streams of a rank, before it starts."""
         if self._folder is not None:
@@ -396,7 +391,7 @@ def _start(job: HostJob, assignment: Assignment, private: Path, output: Output) 
         {
             (rank := assignment.first_rank + local_rank): {
                 **_environment(job, assignment, local_rank),
-                LOGS_VARIABLE: "1" if output.keeps else "",
+                LOGS_VARIABLE: "1" if job.launch.log_dir else "",
                 BOARD_VARIABLE: str(board_of(private, rank)),
                 WORK_VARIABLE: str(work_file(private, rank)),
             }

@@ -339,19 +339,12 @@ OVERRIDE = (
 )
 
 
-class Variables:
-    """Environment variables by name.
-
-    Args:
-        environment: names and texts.
-    """
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = environment
+class Variables(dict[str, str]):
+    """Texts of environment variables by name."""
 
     def text(self, name: str) -> str:
         """Return a variable's text; "" when it is not set."""
-        return self._environment.get(name, "")
+        return self.get(name, "")
 
     def first(self, *names: str) -> str:
         """Return the first name that is set, or the first of all."""

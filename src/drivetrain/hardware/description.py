@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from drivetrain.errors import ConfigError, expected, in_words
+from drivetrain.errors import ConfigError, expected, refusing
 
 if TYPE_CHECKING:
     import torch
@@ -324,12 +324,8 @@ def hardware_text(source: str) -> str:
         ConfigError: there is no such name and no such file.
     """
     if not names_a_device(source):
-        try:
+        with refusing(f"cannot read the hardware file {source!r}", "check the path"):
             return Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"cannot read the hardware file {source!r}: {in_words(error)}; check the path"
-            ) from error
     names = hardware_names()
     if source.lower() not in names:
         near = difflib.get_close_matches(source.lower(), names, n=3, cutoff=0.3)
