@@ -41,7 +41,9 @@ from drivetrain_launch.console import show_table
 # --- drivetrain plan ---
 
 if TYPE_CHECKING:
+    from drivetrain.cost import ModelSpec
     from drivetrain.planner.search import Found, Prediction, Predictor, Task
+    from drivetrain_launch.forecast import Promise
 
 LONGEST = 4096
 """Tokens of a sample that the help promises; see ``forecast``."""
@@ -451,10 +453,6 @@ def measure(target: Path, **flags: Any) -> int:
 
 
 # --- drivetrain estimate ---
-
-if TYPE_CHECKING:
-    from drivetrain.cost import ModelSpec
-    from drivetrain_launch.forecast import Promise
 
 KINDS = ("parameters", "masters", "gradients", "optimizer")
 """Columns of their own; other kinds on the device are added up."""

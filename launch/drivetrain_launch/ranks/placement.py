@@ -420,10 +420,7 @@ def node_names(text: str) -> list[str]:
     """
     parts = [match[0] for match in _PART.finditer(text)]
     if not parts or ",".join(parts) != text:
-        raise ConfigError(
-            f"expected a list of nodes such as n[1-3,7] from SLURM, found {text!r}; give --nnodes, "
-            "--node-rank and --rdzv-endpoint instead"
-        )
+        raise _unread("a list of nodes such as n[1-3,7]", text)
     return [name for part in parts for name in _expanded(part)]
 
 
@@ -438,11 +435,15 @@ def tasks_on(text: str, node: int) -> int:
         match = _COUNT.fullmatch(part)
         counts += [int(match[1])] * int(match[2] or 1) if match else []
     if node >= len(counts):
-        raise ConfigError(
-            f"expected the tasks of node {node} in a list such as 4(x2),3 from SLURM, found "
-            f"{text!r}; give --nnodes, --node-rank and --rdzv-endpoint instead"
-        )
+        raise _unread(f"the tasks of node {node} in a list such as 4(x2),3", text)
     return counts[node]
+
+
+def _unread(expected: str, found: str) -> ConfigError:
+    return ConfigError(
+        f"expected {expected} from SLURM, found {found!r}; give --nnodes, --node-rank and "
+        "--rdzv-endpoint instead"
+    )
 
 
 def _expanded(part: str) -> list[str]:
@@ -455,10 +456,7 @@ def _expanded(part: str) -> list[str]:
     for word in inside.split(","):
         match = _RANGE.fullmatch(word)
         if match is None:
-            raise ConfigError(
-                f"expected numbers such as 1-3,7 in a list of nodes from SLURM, found {inside!r}; "
-                "give --nnodes, --node-rank and --rdzv-endpoint instead"
-            )
+            raise _unread("numbers such as 1-3,7 in a list of nodes", inside)
         first, last = match[1], match[2] or match[1]
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return [before + number + tail for number in numbers for tail in _expanded(after)]
