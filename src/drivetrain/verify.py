@@ -237,7 +237,8 @@ def _backward(
     given = named.get("gradient", named.get("grad_tensors", gradients))
     tensors = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
     upstream = (given,) * len(tensors) if given is None or isinstance(given, Tensor) else given
-    leaves = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
+    several = inputs.values() if isinstance(inputs, dict) else inputs or ()
+    leaves = (inputs,) if isinstance(inputs, Tensor) else tuple(several)
     torch.autograd.graph._engine_run_backward(
         tensors,
         tuple(

@@ -33,6 +33,14 @@ def test_code_that_asks_for_fp32_gets_fp64_and_no_dropout():
     assert lstm.dropout == 0
 
 
+def test_backward_takes_its_inputs_by_name():
+    layer = nn.Linear(2, 1, dtype=torch.float64)
+    with Doubles():
+        layer(torch.ones(1, 2, dtype=torch.float64)).sum().backward(inputs={"weight": layer.weight})
+    assert layer.weight.grad.tolist() == [[1.0, 1.0]]
+    assert layer.bias.grad is None
+
+
 def test_a_process_computes_in_fp64_from_then_on():
     compute_in_doubles()
     try:
