@@ -57,9 +57,8 @@ EXAMPLE = "1e9 parameters in fp32 (1000 tensors of 1000 x 1000) with Adam"
 
 def plan(resolved: Resolved, ranks: int, *, on_accelerators: bool = False) -> Run:
     """Return the run as rank 0 would see it, with so many ranks on each host."""
-    settings = resolved.run.launch
-    world = planned_world(ranks, settings.nnodes)
-    return plan_on(resolved, world.hosts, on_accelerators=on_accelerators)
+    hosts = planned_world(ranks, resolved.run.launch.nnodes).hosts
+    return plan_on(resolved, hosts, on_accelerators=on_accelerators)
 
 
 def plan_on(resolved: Resolved, hosts: Sequence[str], *, on_accelerators: bool = False) -> Run:

@@ -32,6 +32,7 @@ from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.config.schema import FarConfig, Policy
 from drivetrain.errors import ConfigError, refusing
 from drivetrain.registry import strategies
+from drivetrain_launch.console import offered
 from drivetrain_launch.ranks.placement import (
     FEWEST_KEY,
     Surroundings,
@@ -394,7 +395,7 @@ def command_line_layer(flags: Mapping[str, Any], assignments: Iterable[str]) -> 
 def _flag_option(flag: Flag) -> Callable[..., Any]:
     settings: dict[str, Any] = {"is_flag": True} if flag.value else {"metavar": flag.metavar}
     if flag.key == STRATEGY_KEY:
-        settings["shell_complete"] = lambda ctx, param, incomplete: _offered(
+        settings["shell_complete"] = lambda ctx, param, incomplete: offered(
             dict(described_strategies()), incomplete
         )
     elif flag.metavar == FOLDER:
@@ -448,15 +449,6 @@ def knobs_of(
             yield from knobs_of(knob.type, f"{prefix}{knob.name}.", sections=sections)
 
 
-def _offered(texts: Mapping[str, str], incomplete: str, suffix: str = "") -> list[CompletionItem]:
-    """Return the words that begin as typed, with their help."""
-    return [
-        CompletionItem(word + suffix, help=text)
-        for word, text in texts.items()
-        if word.startswith(incomplete)
-    ]
-
-
 def complete_key(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
@@ -464,12 +456,12 @@ def complete_key(
 
     The options cost an import of the strategy, so they are offered behind ``strategy.`` alone.
     """
-    offered = known_keys()
+    keys = known_keys()
     registry, name = strategies(), ctx.params.get(STRATEGY_FLAG.parameter)
     if incomplete.startswith("strategy.") and name in registry.names:
         options = knobs_of(registry.outline(name).Config, "strategy.")
-        offered |= {key: knob.help for key, knob in options}
-    return _offered(offered, incomplete, "=")
+        keys |= {key: knob.help for key, knob in options}
+    return offered(keys, incomplete, "=")
 
 
 def known_keys() -> dict[str, str]:
@@ -482,7 +474,7 @@ def complete_known_key(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Offer the keys that every run has, and the strategies."""
-    return _offered({**known_keys(), **dict(described_strategies())}, incomplete)
+    return offered({**known_keys(), **dict(described_strategies())}, incomplete)
 
 
 source_options = all_of(

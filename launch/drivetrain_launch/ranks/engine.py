@@ -407,8 +407,7 @@ def _environment(job: HostJob, assignment: Assignment, local_rank: int) -> dict[
     rank, size = str(assignment.first_rank + local_rank), str(assignment.world_size)
     variables = {name: text for name, text in os.environ.items() if name not in OWN}
     variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    interface = interface_of(assignment.address)
-    if interface:
+    if interface := interface_of(assignment.address):
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
     if assignment.link:
         variables[LINK_VARIABLE] = str(assignment.link)
