@@ -19,8 +19,8 @@ import pictures
 from drivetrain import errors, registry
 from drivetrain.runtime.board import PREEMPTED
 from drivetrain_launch.cli import INTERRUPTED
-from drivetrain_launch.commands.verify import INCOMPARABLE
 from drivetrain_launch.ranks.failure import KILLED, NO_PROGRESS
+from drivetrain_launch.verification import INCOMPARABLE
 from page_numbers import Rows
 
 ROOT = Path(__file__).parents[2]

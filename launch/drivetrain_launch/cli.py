@@ -46,7 +46,7 @@ HEADINGS = {
 }
 """The commands under the headings of the help."""
 
-BESIDE = {"estimate": "plan", "hardware": "plan", "test": "launch"}
+BESIDE = {"estimate": "plan", "hardware": "plan", "test": "launch", "verify": "launch"}
 """Commands that are in the module of another one."""
 
 SHELLS = {

@@ -16,11 +16,11 @@
 Every message names the expected and the found thing, and the way out.
 """
 
+import collections.abc
 import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -76,7 +76,7 @@ class ConfigError(DrivetrainError):
 
 
 @contextmanager
-def refusing(what: str, way_out: str) -> Iterator[None]:
+def refusing(what: str, way_out: str) -> collections.abc.Iterator[None]:
     """Context in which what the system, or the form of a text, refuses is a wrong configuration.
 
     Args:

@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from drivetrain.verify import RunRecord, StepRecord
-from drivetrain_launch.commands.verify import _code, show_findings
-from drivetrain_launch.verification import Attempt, Examination, _failed, _without_record
+from drivetrain_launch.verification import (
+    Attempt,
+    Examination,
+    _failed,
+    _without_record,
+    exit_code_of,
+    show_findings,
+)
 from forked_programs import Started, run_python
 from waits import wait_until
 
@@ -250,8 +256,8 @@ def test_the_report_tells_what_the_reference_and_fp64_do_alike(capsys):
         attempt = Attempt(ending=ending, reason="so", code=0 if ending == "empty" else 3)
         found = _without_record("", attempt, prefix)
         assert (found.result, found.reason) == (result, f"{prefix}so")
-        assert (_code([found], False), _code([equal, found], True)) == codes
-    assert (_code([finding], False), _code([equal], False)) == (1, 0)
+        assert (exit_code_of([found], False), exit_code_of([equal, found], True)) == codes
+    assert (exit_code_of([finding], False), exit_code_of([equal], False)) == (1, 0)
 
 
 @pytest.mark.exhaustive
