@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ class GroupedCommand(click.Command):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        names: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
+        names = {"token_normalize_func": methodcaller("replace", "_", "-")}
         self.context_settings = {**SETTINGS, **names, **self.context_settings}
         self.allow_interspersed_args = all(each.nargs != -1 for each in self.params)
 
