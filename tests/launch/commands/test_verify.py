@@ -8,14 +8,8 @@ import pytest
 import torch
 
 from drivetrain.verify import RunRecord, StepRecord
-from drivetrain_launch.verification import (
-    Attempt,
-    Examination,
-    _failed,
-    _without_record,
-    exit_code_of,
-    show_findings,
-)
+from drivetrain_launch import verification
+from drivetrain_launch.verification import Attempt, Examination, exit_code_of, show_findings
 from forked_programs import Started, run_python
 from waits import wait_until
 
@@ -202,7 +196,7 @@ def test_the_reason_of_a_failure_is_the_first_ranks_last_words():
     ):
         for output in (said, f"error: of a start before\nrank 1 failed first (3)\n{said}"):
             for rest in ("", "\nstopped with it: rank 0\n", f"\nstopped with it: rank 0\n{late}\n"):
-                found = _failed(output + rest if said else said, 3)
+                found = verification._failed(output + rest if said else said, 3)
                 assert (found.ending, found.reason, found.code) == (ending, reason, 3)
 
 
@@ -254,7 +248,7 @@ def test_the_report_tells_what_the_reference_and_fp64_do_alike(capsys):
         ("empty", "", "incomparable", (8, 8)),
     ):
         attempt = Attempt(ending=ending, reason="so", code=0 if ending == "empty" else 3)
-        found = _without_record("", attempt, prefix)
+        found = verification._without_record("", attempt, prefix)
         assert (found.result, found.reason) == (result, f"{prefix}so")
         assert (exit_code_of([found], False), exit_code_of([equal, found], True)) == codes
     assert (exit_code_of([finding], False), exit_code_of([equal], False)) == (1, 0)
