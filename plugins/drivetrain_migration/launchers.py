@@ -419,13 +419,6 @@ def check_paths(draft: Draft, devices: Sequence[str]) -> None:
             )
 
 
-def low_precision(draft: Draft, setting: Setting, name: str) -> None:
-    """Turn a precision on, with fp32 masters."""
-    if setting.on:
-        draft.set("precision", name, setting)
-        draft.low = name
-
-
 def bucket(draft: Draft, setting: Setting) -> None:
     """Set the size of buckets, in MiB of the dtype that gradients have."""
     if _stage_of(draft) == 0:
@@ -762,11 +755,13 @@ def draft_of_file(layer: Layer) -> Draft:
     """
     rows = table_of("deepspeed").settings
     draft = Draft(settings(layer, rows))
-    low = [draft.given[key] for key in ("bf16.enabled", "fp16.enabled") if draft.value(key) is True]
+    switches = (draft.given.get(key) for key in ("bf16.enabled", "fp16.enabled"))
+    low = [switch for switch in switches if switch is not None and switch.on]
     if len(low) > 1:
         raise ConfigError(
             f"{low[1].where}: {low[0]} and {low[1]} contradict each other; keep one of them"
         )
+    draft.low = low[0].key.partition(".")[0] if low else ""
     if f"{ZERO}.stage" not in draft.given:
         draft.strategy["name"] = WHOLE
     draft.apply(rows)
