@@ -206,7 +206,6 @@ class PipelinedModel:
         self._synchronized = False
         self._unpublished: list[Tensor] = []
         self._said: set[str] = set()
-        self._level = ""
         self.shares_outputs = False
         self.counts = True
         self.units: Mapping[str, nn.Module] = {}
@@ -348,15 +347,13 @@ class PipelinedModel:
 
     def _announce(self, level: str, meaning: str) -> None:
         """Say which level the loop has, once."""
-        if level != self._level:
-            self._level = level
-            logger.announce(f"pipeline of {self.stages.count} stages, level {level}: {meaning}")
+        self._say(f"level {level}, {meaning}")
 
     def _say(self, line: str) -> None:
         """Say something once."""
         if line not in self._said:
             self._said.add(line)
-            logger.announce(f"pipeline: {line}")
+            logger.announce(f"pipeline of {self.stages.count} stages: {line}")
 
     # --- backward ---
 

@@ -313,15 +313,12 @@ class TensorParallel:
     def sum_partial(self, model: nn.Module, facts: Mapping[str, ShardingSpec]) -> None:
         """Sum the gradients of which each rank has a part, before anybody else sees them."""
         for name, parameter in named_parameters(model).items():
-            summed = self._summed(facts[name]) if name in facts else None
-            if summed is not None:
+            if name in facts and facts[name].is_summed:
                 trained = parameter.requires_grad
                 parameter.requires_grad_()  # a hook waits for the day when a frozen one is trained
                 hooked: Any = parameter
                 earlier = dict(hooked._backward_hooks or {})
-                sum_up = _if_given(summed)
-                mark_of_strategy(sum_up)
-                self._handles.append(hooked.register_hook(sum_up))
+                self._handles.append(hooked.register_hook(self._hook(facts[name])))
                 for number, hook in earlier.items():  # a script's: behind the sum
                     del hooked._backward_hooks[number]
                     hooked._backward_hooks[number] = hook
@@ -336,21 +333,20 @@ class TensorParallel:
         if self._model is not None:
             self._model.register_forward_pre_hook(_refuse, prepend=True)
 
-    def _summed(self, facts: ShardingSpec) -> Callable[[Tensor], Tensor] | None:
-        """Return the sum that makes a parameter's gradient whole; None for a whole gradient."""
-        if not facts.is_summed:
-            return None
+    def _hook(self, facts: ShardingSpec) -> Callable[[Tensor | None], Tensor | None]:
+        """Return the hook that makes a gradient whole, unless it comes at another time."""
         partition, rank = facts.partition, self.ranks.rank
-        if facts.partial or partition is None:
-            return self._sum
 
-        def over_copies(gradient: Tensor) -> Tensor:
+        def sum_up(gradient: Tensor | None) -> Tensor | None:
+            if gradient is None or facts.partial or partition is None:
+                return None if gradient is None else self._sum(gradient)
             # Several ranks hold the same heads: their parts meet in the whole gradient.
             whole = gradient.new_zeros(facts.shape)
             partition.put(whole, gradient, rank)
             return partition.take(self._sum(whole), rank)
 
-        return over_copies
+        mark_of_strategy(sum_up)
+        return sum_up
 
     def _sum(self, gradient: Tensor) -> Tensor:
         total = gradient.contiguous().clone()
@@ -461,13 +457,6 @@ def _refuse(module: nn.Module, args: Any) -> None:
         "this rank holds a share of its parameters; before that, save_model() or get_state_dict() "
         "give whole ones for a new model"
     )
-
-
-def _if_given(
-    function: Callable[[Tensor], Tensor],
-) -> Callable[[Tensor | None], Tensor | None]:
-    """Return a hook that leaves a parameter alone whose gradient comes at another time."""
-    return lambda gradient: None if gradient is None else function(gradient)
 
 
 # --- a few lines that say how a model was divided, which layers stayed whole, and why ---

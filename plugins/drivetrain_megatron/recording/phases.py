@@ -142,8 +142,8 @@ def changed(block: str, found: str, expected: str) -> UsageError:
     )
 
 
-def described(call: BlockCall, trace: ModelTrace, everywhere: Callable[[int], bool]) -> Structure:
-    """Return the structure of a block's result; ``everywhere`` tells the tensors of all stages.
+def described(call: BlockCall, trace: ModelTrace, follows: Callable[[int], bool]) -> Structure:
+    """Return the structure of a block's result; ``follows`` tells tensors that not all stages have.
 
     Raises:
         UsageError: the result holds an object that other stages cannot have.
@@ -152,7 +152,7 @@ def described(call: BlockCall, trace: ModelTrace, everywhere: Callable[[int], bo
     metas: list[TensorMeta] = []
     for leaf in call.returned:
         is_plain = leaf.number is None and isinstance(leaf.value, PLAIN)
-        shared = leaf.number is None or everywhere(leaf.number)
+        shared = leaf.number is None or not follows(leaf.number)
         if leaf.argument is not None and not is_plain and shared:
             kinds.append(Passed(leaf.argument))
         elif leaf.number is not None:
@@ -659,7 +659,7 @@ class _Replay:
 
     def _follow_block(self, call: BlockCall) -> None:
         work = self._follow(call.operations, call)
-        output = described(call, self._trace, self._everywhere)
+        output = described(call, self._trace, self._follows)
         like = self._like(output, call)
         self._blocks.append(Block(call.name, call.names, output, like, work))
         made = {number for each in self._trace.inside(call) for number in each.outputs}
@@ -743,10 +743,6 @@ class _Replay:
     def _dependent(self, number: int) -> int | None:
         return number if self._follows(number) else None
 
-    def _everywhere(self, number: int) -> bool:
-        """Whether every stage has a tensor itself: it depends on no parameter."""
-        return not self._follows(number)
-
     def _depend(self, number: int, what: str) -> None:
         """Note a tensor that comes from an earlier phase, and cannot cross a bound."""
         source = self._made_in.get(number, self.phase)
@@ -763,7 +759,7 @@ class _Replay:
                 if number is not None:
                     facts = self._trace.tensors[number].facts
                     if facts.shape == shape and facts.dtype == dtype:
-                        same.append((self._everywhere(number), place))
+                        same.append((not self._follows(number), place))
             found.append(min(same)[1] if same else None)
         return tuple(found)
 

@@ -421,18 +421,13 @@ def _collected(
 ) -> tuple[tuple[HookedCall, ...], ...]:
     """Return the calls of the modules whose results cross a bound, for each block."""
     origins = {origin for crossing in crossed for origin in crossing.origins}
-    names = [
-        {
-            call.name
-            for call in block.hooked
-            if any(Origin(CallPlace(number), leaf) in origins for leaf in call.leaves)
-        }
-        for number, block in enumerate(facts, start=1)
-    ]
-    return tuple(
-        tuple(call for call in block.hooked if call.name in chosen)
-        for block, chosen in zip(facts, names, strict=True)
-    )
+    found = []
+    for number, block in enumerate(facts, start=1):
+        place = CallPlace(number)
+        crossing = [c for c in block.hooked if origins & {Origin(place, leaf) for leaf in c.leaves}]
+        names = {call.name for call in crossing}
+        found.append(tuple(call for call in block.hooked if call.name in names))
+    return tuple(found)
 
 
 class _SeenSteps:

@@ -574,7 +574,7 @@ class ColumnLinear(Behavior):
                 "loss: chunked: expected a head of which each rank has words, found ranks with "
                 f"{words.local_sizes} of its features; take a smaller tp, or leave loss: whole"
             )
-        start, _ = words.range_of(ranks.rank)
+        start, _ = words.bounds[ranks.rank]
         classes = Classes(start, words.size, ranks)
         return head_loss(module, hidden, target, classes=classes, **options)
 

@@ -74,26 +74,12 @@ class Partition:
         """Where each rank's share lies among the shares of all ranks, one after the other."""
         return tuple(itertools.pairwise(itertools.accumulate(self.local_sizes, initial=0)))
 
-    @functools.cached_property
-    def is_simple(self) -> bool:
-        """Whether each rank has at most one range, in ascending order."""
-        return self.is_plain and all(len(ranges) <= 1 for ranges in self.ranges)
-
-    def range_of(self, rank: int) -> IndexRange:
-        """Return a rank's half-open range; equal numbers for a rank that holds nothing.
-
-        Raises:
-            ConfigError: the dim is not cut into one range per rank, in ascending order.
-        """
-        if not self.is_simple:
-            raise ConfigError(
-                f"expected a vocabulary that is cut into one range per rank, found {self.ranges}"
-            )
-        return self.bounds[rank]
-
     def here(self, words: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the local index of each word, 0 for words of other ranks, and a mask of these."""
-        start, stop = self.range_of(rank)
+        """Return the local index of each word, 0 for words of other ranks, and a mask of these.
+
+        Each rank has one range, in ascending order.
+        """
+        start, stop = self.bounds[rank]
         elsewhere = (words < start) | (words >= stop)
         return (words - start).masked_fill(elsewhere, 0), elsewhere
 

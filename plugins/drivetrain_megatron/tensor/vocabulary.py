@@ -36,7 +36,7 @@ from drivetrain_megatron.tensor.partition import Partition, check_words
 
 @dataclass(frozen=True)
 class VocabularyEmbedding(Behavior):
-    """An embedding with this rank's words, the rows of the weight."""
+    """An embedding with this rank's words, one range of the rows of the weight."""
 
     edges: Edges
     words: Partition
@@ -56,7 +56,7 @@ class VocabularyEmbedding(Behavior):
             # A sum over no rows: zeros that still need a gradient, as on the other ranks.
             return weight.sum(0).expand(*words.shape, -1)
         local, elsewhere = self.words.here(words, rank)
-        start, stop = self.words.range_of(rank)
+        start, stop = self.words.bounds[rank]
         padding = module.padding_idx
         is_here = padding is not None and start <= padding < stop
         found = nn.functional.embedding(local, weight, padding - start if is_here else None)
@@ -69,7 +69,6 @@ def attach_vocabulary(module: nn.Module, edges: Edges, words: Partition) -> None
     Raises:
         ConfigError: the module is no embedding, or has an option that needs the whole weight.
     """
-    words.range_of(edges.ranks.rank)
     if reason := reason_against(module):
         raise ConfigError(f"{reason}; leave it out of the plan, or make it without")
     attach(module, VocabularyEmbedding(edges, words))
@@ -235,7 +234,7 @@ class _Statistics(NamedTuple):
 
 def _own_weights(class_weight: Tensor, terms: Terms) -> Tensor:
     """Return this rank's part of the weights of all classes."""
-    start, stop = terms.partition.range_of(terms.ranks.rank)
+    start, stop = terms.partition.bounds[terms.ranks.rank]
     return class_weight[start:stop]
 
 
@@ -600,7 +599,7 @@ def _lost(call: TorchCall, logits: ShardedLogits) -> Tensor | None:
     is_legacy = options["size_average"] is not None or options["reduce"] is not None
     target, cut = options["target"], logits._cut
     is_class = isinstance(target, Tensor) and not target.is_floating_point()
-    if is_legacy or not is_class or logits.dim() > 2 or not cut.partition.is_simple:
+    if is_legacy or not is_class or logits.dim() > 2:
         return None
     if target.shape != logits.shape[:-1] or options["reduction"] not in get_args(LossReduction):
         return None  # torch says what is wrong

@@ -20,7 +20,7 @@ from drivetrain.runtime.world import World
 from drivetrain_megatron.plan.trial import run_emulated
 from drivetrain_megatron.tensor.linear import attach_column
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather
-from drivetrain_megatron.tensor.partition import Partition, even, packed
+from drivetrain_megatron.tensor.partition import even
 from drivetrain_megatron.tensor.vocabulary import (
     ShardedLogits,
     Terms,
@@ -103,7 +103,6 @@ def test_what_cannot_be_looked_up_or_divided_is_refused():
             (nn.Embedding(8, 4, scale_grad_by_freq=True), even(0, 8, 2), "without scale_grad_by"),
             (nn.Embedding(8, 4, sparse=True), even(0, 8, 2), "without sparse"),
             (nn.EmbeddingBag(8, 4), even(0, 8, 2), "leave it out of the plan"),
-            (nn.Embedding(8, 4), packed(0, (4, 4), 2), "one range per rank"),
         ):
             with pytest.raises(ConfigError, match=match):
                 attach_vocabulary(other, Edges(ranks), partition)
@@ -509,22 +508,6 @@ def test_sampling_equals_one_process():
         expected = sampled(twin, ids, new=8)
         assert torch.equal(sampled(model, ids, new=8), expected)
     assert len(expected[:, ids.shape[1] :].unique()) > 3
-
-
-def test_a_cut_that_the_loss_cannot_use_is_gathered():
-    whole = WHOLE.clone().requires_grad_()
-    expected = F.cross_entropy(whole.view(-1, WORDS), LABELS.view(-1))
-    expected.backward()
-
-    def body(ranks):
-        for cut in (packed(-1, (50, 47), 2), Partition(-1, WORDS, (((0, WORDS),),) * 2)):
-            leaf, logits, _ = logits_of(ranks, partition=cut)
-            loss = F.cross_entropy(logits.view(-1, WORDS), LABELS.view(-1))
-            close(loss, expected)
-            loss.backward()
-            close(leaf.grad, cut.disown(cut.take(whole.grad, ranks.rank), ranks.rank))
-
-    run_emulated(2, body)
 
 
 @pytest.mark.ranks(2)
