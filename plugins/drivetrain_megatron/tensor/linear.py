@@ -641,7 +641,7 @@ def attach_column(
     """Let a linear layer with this rank's output features compute as such.
 
     Raises:
-        ConfigError: the module is no linear layer, or one with a forward of its own.
+        ConfigError: the layer has a forward of its own.
     """
     attach(module, ColumnLinear(edges, outputs, _is_transposed(module), logits))
 
@@ -650,7 +650,7 @@ def attach_row(module: nn.Module, edges: Edges, inputs: Partition) -> None:
     """Let a linear layer with this rank's input features compute as such.
 
     Raises:
-        ConfigError: the module is no linear layer, or one with a forward of its own.
+        ConfigError: the layer has a forward of its own.
     """
     attach(module, RowLinear(edges, inputs, _is_transposed(module)))
 
@@ -686,11 +686,6 @@ def defer_no_more(modules: Iterable[nn.Module]) -> None:
 def _is_transposed(module: nn.Module) -> bool:
     if is_transposed(module):
         return True
-    if not isinstance(module, nn.Linear):
-        raise ConfigError(
-            f"expected a linear layer (nn.Linear, or Conv1D of transformers), found {module!r}; "
-            "leave it out of the plan"
-        )
     if not computes_as_linear(module):
         raise ConfigError(
             f"expected a linear layer that computes as nn.Linear does, found "
@@ -733,7 +728,7 @@ def attach_alone(module: nn.Module, edges: Edges, features: Partition, *, by_row
     """Let a linear layer with this rank's share of the weight compute as the whole layer.
 
     Raises:
-        ConfigError: the module is no linear layer, or one with a forward of its own.
+        ConfigError: the layer has a forward of its own.
     """
     gate = FeatureGate(edges, replace(features, dim=-1))
     if by_rows:

@@ -27,31 +27,13 @@ class Partition:
     Attributes:
         dim: which dim is cut; negative ones count from the end.
         size: global extent of the dim.
-        ranges: per rank, its non-empty half-open ranges.
-
-    Raises:
-        UsageError: a range is empty or lies outside, two different ranges overlap, or nobody holds
-            some index.
+        ranges: per rank, its non-empty half-open ranges; each index is in one range, which one or
+            several ranks have.
     """
 
     dim: int
     size: int
     ranges: tuple[tuple[IndexRange, ...], ...]
-
-    def __post_init__(self) -> None:
-        edge = 0
-        for start, stop in sorted(set(itertools.chain.from_iterable(self.ranges))):
-            if start != edge or stop <= start:
-                break
-            edge = stop
-        else:
-            if edge == self.size:
-                return
-        raise UsageError(
-            f"expected ranges that hold each of {self.size} indices, in one range that one or "
-            f"several ranks have, found {self.ranges}; write no empty range, a rank that holds "
-            "nothing has ()"
-        )
 
     @property
     def ranks(self) -> int:
@@ -173,16 +155,7 @@ def alike(size: int, ranks: int) -> Partition:
 
 
 def units(dim: int, size: int, unit: int, ranks: int) -> Partition:
-    """Return the cut of a dim at multiples of a unit, such as a head's features.
-
-    Raises:
-        ConfigError: the unit does not divide the dim.
-    """
-    if unit < 1 or size % unit:
-        raise ConfigError(
-            f"expected a dim whose extent is a multiple of its unit, found {size} and {unit}; "
-            "leave this layer whole (replicate) or name its real unit"
-        )
+    """Return the cut of a dim at multiples of a unit, such as a head's features."""
     return _of_units(dim, unit, size // unit, chunk_bounds(size // unit, ranks))
 
 
@@ -211,9 +184,6 @@ def packed(dim: int, segments: Sequence[int], ranks: int, *, unit: int = 1) -> P
 
     Segments are given by their extents, such as those of q, k and v, and cut at multiples of the
     unit.
-
-    Raises:
-        ConfigError: the unit does not divide a segment.
     """
     return joined([units(dim, segment, unit, ranks) for segment in segments])
 

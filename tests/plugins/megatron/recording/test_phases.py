@@ -321,7 +321,7 @@ def test_shapes_of_runs_with_random_values_are_forgotten_one_day(monkeypatch):
     shapes = shapes_of(record(model, (torch.ones(4, WIDTH),), {}), model)
     for rows in (4, 5, 6, 7):
         assert shapes.of((torch.ones(rows, WIDTH),), {}).outputs[-1][0].shape == (rows - 2, WIDTH)
-    assert len(shapes._runs._known) == 2
+    assert len(shapes._random) == 2
 
 
 class Limited(Layer):
