@@ -4,7 +4,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from drivetrain.model.modules import uncompiled
+from drivetrain.model.trace import trace_model
 from drivetrain.testing.models import HIDDEN, OUT, VOCABULARY, WIDTH, linear
+from drivetrain_megatron.recording.phases import recording_of
+from drivetrain_megatron.recording.proxy import StageProxy
 
 
 class Residual(nn.Module):
@@ -184,3 +188,9 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return 2 * gradient
+
+
+def record(model, args, kwargs):
+    """Look once at a model, also on the meta device, and divide the trace into phases."""
+    trace = trace_model(uncompiled(model), args, kwargs, kind=StageProxy, isolated=True)
+    return recording_of(model, trace)

@@ -449,7 +449,7 @@ class PipelinedModel:
         values = torch.zeros(len(losses), dtype=losses[0].dtype, device=self.stages.device)
         if self.stages.last is not None:
             values.copy_(torch.stack([one.reshape(()) for one in losses]))
-        self.stages.broadcast(values, "values of losses")
+        self.stages.share(values, "values of losses")
         for one, value in zip(losses, values, strict=True):
             if isinstance(one, StageProxy):
                 resolve(one, value.reshape(one.shape))  # torch takes one element in any shape

@@ -427,7 +427,7 @@ class PromisedLoss(WaitingCall):
             for index, share in enumerate(shares):
                 if share:  # the loss of others may be no number
                     total += stages.last.losses[index] * share
-        stages.broadcast(total, "value of the loss")
+        stages.share(total, "value of the loss")
         resolve(self._promised, total)
 
     def _made(self, loss_of: LossOf, output: Any, targets: Any) -> Tensor:

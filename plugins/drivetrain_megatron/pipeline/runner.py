@@ -558,9 +558,10 @@ class LocalStages:
         for worker in self.workers.values():
             (worker.uncounted.difference_update if counts else worker.uncounted.update)(numbers)
 
-    def share(self, values: Tensor, source: int, label: str) -> None:
-        """Give every rank, in place, the values of one stage."""
-        self._axis.broadcast(values, source % self.ranks, label=label).wait()
+    def share(self, values: Tensor, label: str, source: int | None = None) -> None:
+        """Give every rank, in place, the values of one stage, of the last unless told otherwise."""
+        stage = self.count - 1 if source is None else source
+        self._axis.broadcast(values, stage % self.ranks, label=label).wait()
 
     def agree(self, values: Sequence[int]) -> list[int]:
         """Return the largest of each number over the ranks that decide together.
@@ -579,17 +580,13 @@ class LocalStages:
         """
         return bool(self.agree([unknown])[0]) if self.replicas_decide else unknown
 
-    def broadcast(self, values: Tensor, label: str) -> None:
-        """Give every stage, in place, the values of the last."""
-        self.share(values, self.count - 1, label)
-
     def output_of(self, like: Tensor, value: Tensor | None, source: int) -> Tensor:
         """Return a tensor of an output with the value that one stage has; others give none."""
         if value is None:
             found = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         else:
             found = value.detach().contiguous()
-        self.share(found, source, "outputs of a stage")
+        self.share(found, "outputs of a stage", source)
         return found
 
     def refresh(self) -> None:

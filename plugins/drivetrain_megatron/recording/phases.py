@@ -24,7 +24,6 @@ from drivetrain.errors import UsageError
 from drivetrain.model.guard import Arguments, Function, Keywords
 from drivetrain.model.modules import NamedModule, clean_name, repeated_blocks, uncompiled
 from drivetrain.model.trace import BlockCall, ModelOperation, ModelTrace, trace_model
-from drivetrain_megatron.recording.proxy import StageProxy
 
 # --- the result of a block: which tensors travel to the next, which values stay everywhere ---
 
@@ -578,16 +577,6 @@ class Recording:
             float(block.work + (self.between[k] if 0 < k < n else 0))
             for k, block in enumerate(self.blocks)
         ]
-
-
-def record(model: nn.Module, args: Arguments, kwargs: Keywords) -> Recording:
-    """Look once at a model, also on the meta device, and divide the trace into phases.
-
-    Raises:
-        UsageError: the model has no repeated blocks, or depends on values.
-    """
-    trace = trace_model(uncompiled(model), args, kwargs, kind=StageProxy, isolated=True)
-    return recording_of(model, trace)
 
 
 def recording_of(model: nn.Module, trace: ModelTrace) -> Recording:

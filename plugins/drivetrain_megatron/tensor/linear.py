@@ -472,7 +472,7 @@ def is_transposed(module: nn.Module) -> bool:
     )
 
 
-def computes_as_linear(module: nn.Linear) -> bool:
+def computes_as_linear(module: nn.Module) -> bool:
     """Whether a layer gives the numbers of ``nn.Linear``, by trial if it has a forward of its own.
 
     The trial has a small weight; the code may use weight and bias, and nothing random.
@@ -498,7 +498,7 @@ def computes_as_linear(module: nn.Linear) -> bool:
         return False
 
 
-def _small(module: nn.Linear, tensors: Sequence[Tensor], *, training: bool) -> nn.Module:
+def _small(module: nn.Module, tensors: Sequence[Tensor], *, training: bool) -> nn.Module:
     """Return a layer of the same class with other tensors as weight and bias."""
     small: nn.Module = object.__new__(original_class(module))
     small.__dict__.update(module.__dict__)

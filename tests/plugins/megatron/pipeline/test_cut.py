@@ -13,8 +13,8 @@ from drivetrain.model.trace import trace_model
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline import cut
 from drivetrain_megatron.pipeline.cut import balanced, listed, profile, scaled_edges
-from drivetrain_megatron.recording.phases import Dependency, Recording, record
-from stacks import Residual, Stack
+from drivetrain_megatron.recording.phases import Dependency, Recording
+from stacks import Residual, Stack, record
 
 
 def recording(blocks, before=0, after=0, dependencies=()):

@@ -18,8 +18,8 @@ from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.cut import balanced, listed
 from drivetrain_megatron.pipeline.stage import split
 from drivetrain_megatron.pipeline.transfer import MicroBatch
-from drivetrain_megatron.recording.phases import record
 from drivetrain_megatron.recording.proxy import StageProxy
+from stacks import record
 
 WIDTH = 12
 NUMBERS = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(0)).double()

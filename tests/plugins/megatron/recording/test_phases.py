@@ -13,10 +13,10 @@ from drivetrain.errors import UsageError
 from drivetrain.model.modules import BlockHooks
 from drivetrain_megatron.pipeline.cut import balanced, kept_together
 from drivetrain_megatron.recording.calls import example_inputs
-from drivetrain_megatron.recording.phases import Carried, Constant, Passed, named_blocks, record
+from drivetrain_megatron.recording.phases import Carried, Constant, Passed, named_blocks
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import Shapes
-from stacks import Stack
+from stacks import Stack, record
 
 WIDTH = 6
 
