@@ -397,11 +397,8 @@ class OuterSteps(StepCount):
         flight.wait()
         if fragment == 0:
             replicate(self.buffers, flight.among, "buffers of the first worker")
-        momentum, lr, keep = (
-            self._options.outer_momentum,
-            self._options.outer_lr,
-            self._options.keep,
-        )
+        options = self._options
+        momentum, lr, keep = options.outer_momentum, options.outer_lr, options.keep
         for parameter, received in flight.gradients.items():
             state = self.state[parameter]
             mean = received.to(state[OUTER].device)

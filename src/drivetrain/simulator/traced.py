@@ -214,13 +214,10 @@ class UnitWork:
             prod(queries[:-2]), queries[-2], keys[-2], queries[-1],
             fused=fused, causal=causal, dropout=bool(operation.kwargs.get("dropout_p")),
         ):  # fmt: skip
-            match each:
-                case MemoryPass():
-                    yield MemoryPass(
-                        each.nbytes * share, each.back * share, 1, each.divided, each.core
-                    )
-                case _:
-                    yield each
+            if isinstance(each, MemoryPass):
+                yield replace(each, nbytes=each.nbytes * share, back=each.back * share)
+            else:
+                yield each
 
     # --- what forward keeps ---
 
