@@ -269,8 +269,8 @@ class Header(NamedTuple):
             parts.
         name: checksum of the label that the caller gave; 0 without a label: the path of the code
             may differ between hosts.
-        operation: which collective.
         dtype: the tensor's, as in "float32"; of parts, "bytes".
+        operation: which collective.
         steps: optimizer steps that the rank had taken.
         backwards: backwards that the rank had begun.
         rates: learning rates of the rank's last step.
@@ -283,8 +283,8 @@ class Header(NamedTuple):
     elements: int
     plan: int
     name: int
-    operation: str
     dtype: str
+    operation: str
     steps: int
     backwards: int
     rates: tuple[float, ...]
@@ -342,22 +342,9 @@ class Header(NamedTuple):
         return f"{self.operation} #{self.number} of {self.elements} {self.dtype} ({self.label})"
 
 
-class RequestFacts(NamedTuple):
-    """What follows from a request, for one rank.
-
-    Attributes:
-        plan: see ``Header``.
-        name: see ``Header``.
-        dtype: see ``Header``.
-        elements: see ``Header``.
-        sent: bytes that the rank sends.
-    """
-
-    plan: int
-    name: int
-    dtype: str
-    elements: int
-    sent: int
+RequestFacts: TypeAlias = tuple[int, int, int, str, int]
+"""What follows from a request, for one rank: elements, plan, name and dtype of its ``Header``, and
+the bytes that the rank sends."""
 
 
 @lru_cache(maxsize=1 << 12)
@@ -381,10 +368,10 @@ def _facts_of(
         parts = layout or ()
         lengths = [sum(numel * each.itemsize for numel, each in tensors) for tensors in parts]
         sent = sent_bytes(operation, lengths, rank)
-        return RequestFacts(plan, name, PARTS, sum(lengths), sent)
+        return sum(lengths), plan, name, PARTS, sent
     sent = sent_elements(operation, numel, size=size, rank=rank, source=source, chunks=chunks)
     word = str(dtype).removeprefix("torch.")
-    return RequestFacts(plan, name, word, numel, sent * dtype.itemsize)
+    return numel, plan, name, word, sent * dtype.itemsize
 
 
 def _rates_in_words(mine: tuple[float, ...], theirs: tuple[float, ...]) -> str:
@@ -745,23 +732,14 @@ class Communicator(ABC):
             flat: the tensor; None where the request is about parts.
         """
         numel, dtype = (0, None) if flat is None else (flat.numel(), flat.dtype)
-        facts = _facts_of(request, numel, dtype, self.size, self.rank)
-        if not facts.elements:
+        elements, plan, name, word, sent = _facts_of(request, numel, dtype, self.size, self.rank)
+        if not elements:
             return None
         self.submitted += 1
         operation, label, axis = request.operation, request.label or caller(4), self.axis.name
-        self.traffic.add(axis, operation, facts.sent)
-        return Header(
-            self.submitted,
-            facts.elements,
-            facts.plan,
-            facts.name,
-            operation,
-            facts.dtype,
-            *self.traffic.page,
-            label,
-            axis,
-        )
+        self.traffic.add(axis, operation, sent)
+        page = self.traffic.page
+        return Header(self.submitted, elements, plan, name, word, operation, *page, label, axis)
 
 
 def caller(depth: int = 3) -> str:
