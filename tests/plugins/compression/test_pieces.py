@@ -73,15 +73,15 @@ def test_pieces_cover_all_matrices_and_their_bytes_side_by_side(monkeypatch):
                 assert len(pieces) > 2
             covered = [range(each.start, each.stop) for (each, _, _) in pieces]
             assert [*itertools.chain(*covered)] == [*range(10995), *range(11028, NUMEL - 8)]
-            stops = [each.place.stop for each in pieces]
-            assert [each.place.start for each in pieces] == [0, *stops[:-1]]
-            assert pieces[-1].place.stop == layout.numel == 10995 + 5 * 4097
+            stops = [place.stop for _, place, _ in pieces]
+            assert [place.start for _, place, _ in pieces] == [0, *stops[:-1]]
+            assert stops[-1] == layout.numel == 10995 + 5 * 4097
             edge = MARK_BYTES
-            for each in pieces:
-                assert 0 <= each.room.start - edge < 4
-                assert each.room.start % 4 == 0  # where fp32 may lie
-                assert each.room.stop - each.room.start == method.nbytes(each.elements.numel)
-                edge = each.room.stop
+            for elements, _, room in pieces:
+                assert 0 <= room.start - edge < 4
+                assert room.start % 4 == 0  # where fp32 may lie
+                assert room.stop - room.start == method.nbytes(elements.numel)
+                edge = room.stop
             plain = 4 * (33 + 3)
             assert 0 <= layout.nbytes - plain - edge < 4
 
