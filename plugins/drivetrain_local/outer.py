@@ -249,11 +249,8 @@ class OuterSteps(StepCount):
     """The outer weights and their momentum, for the parameters that one optimizer steps.
 
     Args:
-        optimizer: of the strategy inside; its tensors may be this rank's parts of parameters.
         options: the knobs.
-        inner: the strategy inside.
-        workers: the ranks at this rank's place of each worker.
-        messages: between them.
+        messages: of the optimizer, between workers.
         late: for each fragment, the exchanges that leave out late workers; none to wait for all.
 
     Attributes:
@@ -264,22 +261,15 @@ class OuterSteps(StepCount):
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        options: LocalOptions,
-        inner: Strategy[Any],
-        workers: Communicator,
-        messages: Messages,
-        late: Sequence[LateWorkers] = (),
+        self, options: LocalOptions, messages: Messages, late: Sequence[LateWorkers] = ()
     ) -> None:
         super().__init__()
-        self.optimizer = optimizer
+        self.optimizer = messages.optimizer
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
         self.buffers: Sequence[Tensor] = ()
         self._options = options
         self.messages = messages
-        self._inner = inner
-        self._workers = workers
+        self._workers = messages.workers
         self.late = late
         self._round_buffers: list[Tensor] = []
         self._flights: dict[int, OuterExchange] = {}
@@ -295,7 +285,7 @@ class OuterSteps(StepCount):
 
     @property
     def _held(self) -> TrainingState:
-        return self._inner.state
+        return self.messages.inner.state
 
     @property
     def _local(self) -> int:

@@ -559,14 +559,7 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
         """Put outer steps around optimizers that the strategy inside takes."""
         first = len(self._outer)
         made = [
-            OuterSteps(
-                each,
-                self.config,
-                self._inner,
-                self._workers,
-                self._messages(each),
-                self._line.late(index),
-            )
+            OuterSteps(self.config, self._messages(each), self._line.late(index))
             for index, each in enumerate(optimizers, first)
         ]
         # Before a step a store inside has not begun; behind it values have not been sent around.

@@ -79,20 +79,19 @@ class Fakes:
             values=Tensor.detach, set_values=lambda p, values: p.detach().copy_(values)
         )
         messages = SimpleNamespace(
+            optimizer=SGD([parameter], lr=1.0),
+            inner=SimpleNamespace(state=held),
+            workers=SimpleNamespace(size=1, rank=0),
             device=torch.device("cpu"),
             dtype=lambda p: p.dtype,
             parameters=lambda: [parameter],
             of=lambda fragment=None, also=(): [[parameter]],
             channel=lambda fragment, members: lambda flat: Finished(),
         )
-        self.outer = OuterSteps(
-            SGD([parameter], lr=1.0),
-            LocalOptions(every=1, outer_lr=1.0, outer_momentum=0.0, inner=NestedStrategy("ddp")),
-            SimpleNamespace(state=held),
-            SimpleNamespace(size=1, rank=0),
-            messages,
-            late,
+        options = LocalOptions(
+            every=1, outer_lr=1.0, outer_momentum=0.0, inner=NestedStrategy("ddp")
         )
+        self.outer = OuterSteps(options, messages, late)
 
     def step(self, value):
         """Step to a value, and exchange."""
@@ -139,7 +138,7 @@ def test_blocks_take_turns_and_workers_keep_a_share():
 
 
 def messages_of(model, optimizer, gradients_summed):
-    """Return the messages of one worker by itself, and the strategy inside of it."""
+    """Return the messages of one worker by itself."""
     names = named_parameters(model)
     inner = SimpleNamespace(
         run=SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu"))),
@@ -148,11 +147,7 @@ def messages_of(model, optimizer, gradients_summed):
     )
     workers = SimpleNamespace(size=1, gradients_summed=gradients_summed)
     parts = {name: HeldPart(tuple(each.shape)) for name, each in names.items()}
-    return (
-        Messages(optimizer, model, inner, workers, parts, dict.fromkeys(names, 0)),
-        inner,
-        workers,
-    )
+    return Messages(optimizer, model, inner, workers, parts, dict.fromkeys(names, 0))
 
 
 def outer_steps(**options):
@@ -162,8 +157,7 @@ def outer_steps(**options):
     alone = messages_of(
         model, optimizer, lambda flat_slice, label, replaces: lambda flat: Finished()
     )
-    messages, inner, workers = alone
-    return model, OuterSteps(optimizer, LocalOptions(**options), inner, workers, messages)
+    return model, OuterSteps(LocalOptions(**options), alone)
 
 
 def test_a_longer_warm_up_comes_too_late_for_workers_that_have_parted():
@@ -192,7 +186,7 @@ def test_a_message_of_other_tensors_has_another_channel_though_it_is_as_large():
         made.append((flat_slice.spans[0].name, replaces))
         return object()
 
-    messages, *_ = messages_of(model, SGD(model.parameters(), lr=0.1), gradients_summed)
+    messages = messages_of(model, SGD(model.parameters(), lr=0.1), gradients_summed)
     first = messages.channel(0, [model["one"].weight])
     assert messages.channel(0, [model["one"].weight]) is first
     assert messages.channel(0, [model["two"].weight]) is not first
