@@ -282,53 +282,45 @@ class KeptReader(MappedReader):
 # --- whole outer weights on every rank, joined from the parts of the worker's ranks ---
 
 
-class JoinedWeights:
-    """Joins the outer weights of some tensors of a model. Every rank of the worker joins the same.
+@torch.no_grad()
+def joined_weights(
+    ranks: Communicator,
+    device: torch.device,
+    facts: Sequence[TensorFacts],
+    names: Collection[str],
+    shards: Iterable[Shard],
+    held: Collection[str],
+) -> dict[str, Tensor]:
+    """Return the whole outer weights of some tensors of a model, by name. Collective.
 
     Args:
-        ranks: of the worker.
+        ranks: of the worker, which all join the same.
         device: where whole tensors come to lie.
         facts: of all tensors of the model, alike on all ranks.
         names: of the tensors that are wanted, tied ones under any of their names.
+        shards: of this rank, with those of outer weights.
+        held: names of which this rank has some outer weights.
     """
-
-    def __init__(
-        self,
-        ranks: Communicator,
-        device: torch.device,
-        facts: Sequence[TensorFacts],
-        names: Collection[str],
-    ) -> None:
-        self._ranks = ranks
-        self._device = device
-        self._facts = {one.name: one for one in facts}
-        first: dict[Hashable, str] = {}
-        for one in facts:
-            first.setdefault(one.identity, one.name)
-        wanted = set(names)
-        self._saved_as = {one.name: first[one.identity] for one in facts if one.name in wanted}
-
-    @torch.no_grad()
-    def joined(self, shards: Iterable[Shard], held: Collection[str]) -> dict[str, Tensor]:
-        """Return the whole outer weights by name. Collective.
-
-        Args:
-            shards: of this rank, with those of outer weights.
-            held: names of which this rank has some outer weights.
-        """
-        names = list(dict.fromkeys(self._saved_as.values()))
-        chosen = named_by_any(self._ranks, self._device, names, held, "outer weights")
-        whole = {
-            one.name: torch.zeros(one.shape, dtype=one.dtype, device=self._device)
-            for one in (self._facts[name] for name in chosen)
-        }
-        for shard in shards:
-            if shard.name in whole and shard.state.partition(".")[2] == OUTER:
-                target, flat = whole[shard.name].view(-1), shard.tensor.detach().reshape(-1)
-                copy_overlap(target, Part.whole(shard.shape), flat, shard.part)
-        for tensor in whole.values():  # other ranks' parts are zeros here
-            self._ranks.all_reduce(tensor, label="outer weights").wait()
-        return {name: whole[one] for name, one in self._saved_as.items() if one in whole}
+    first: dict[Hashable, str] = {}
+    for one in facts:
+        first.setdefault(one.identity, one.name)
+    wanted = set(names)
+    saved_as = {one.name: first[one.identity] for one in facts if one.name in wanted}
+    chosen = named_by_any(
+        ranks, device, list(dict.fromkeys(saved_as.values())), held, "outer weights"
+    )
+    whole = {
+        one.name: torch.zeros(one.shape, dtype=one.dtype, device=device)
+        for one in facts
+        if one.name in chosen
+    }
+    for shard in shards:
+        if shard.name in whole and shard.state.partition(".")[2] == OUTER:
+            target, flat = whole[shard.name].view(-1), shard.tensor.detach().reshape(-1)
+            copy_overlap(target, Part.whole(shard.shape), flat, shard.part)
+    for tensor in whole.values():  # other ranks' parts are zeros here
+        ranks.all_reduce(tensor, label="outer weights").wait()
+    return {name: whole[one] for name, one in saved_as.items() if one in whole}
 
 
 def named_by_any(

@@ -58,9 +58,9 @@ from drivetrain.strategy import (
 from drivetrain_local.options import AXIS, LocalOptions, LocalOutline
 from drivetrain_local.outer import Messages, OuterSteps, StepCount, WarmUp, fragment_of_each, wide
 from drivetrain_local.state import (
-    JoinedWeights,
     WorkerReader,
     go_on_with_kept,
+    joined_weights,
     marked,
     named_by_any,
     noting_weights,
@@ -318,10 +318,10 @@ class LocalState(StateAround):
         """Return whole outer weights by name; parameters without any are left out."""
         if self._alone:
             return {}
-        facts = self.inner.facts(module)
-        whole = JoinedWeights(self._ranks, self._local.run.world.device, facts, names)
+        facts, device = self.inner.facts(module), self._local.run.world.device
         with self._outer_shown():
-            return whole.joined(self.inner.shards(), self._optimizer_of_each())
+            shards, held = self.inner.shards(), self._optimizer_of_each()
+            return joined_weights(self._ranks, device, facts, names, shards, held)
 
     def _optimizer_of_each(self) -> dict[str, int]:
         """Return the optimizer of each parameter that has outer weights on this rank, by name."""

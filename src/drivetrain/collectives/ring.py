@@ -317,11 +317,11 @@ class RingCommunicator(Communicator):
         group: dist.ProcessGroup,
     ) -> None:
         super().__init__(axis, traffic, timeout)
-        self._neighbors = Neighbors(axis, group, timeout)
-        self._arrivals = Arrivals(self._neighbors)
+        self.neighbors = Neighbors(axis, group, timeout)
+        self._arrivals = Arrivals(self.neighbors)
         self._worker = CommunicationThread(
             f"drivetrain-ring-{axis.name}",
-            f"{group.group_name}/{self._neighbors.number(Tag.ALARM)}",
+            f"{group.group_name}/{self.neighbors.number(Tag.ALARM)}",
         )
         self._row = board.open(self._worker.place, axis.ranks)
         # Where a script drops its model and its Accelerator without a word, nothing closes this.
@@ -381,13 +381,13 @@ class RingCommunicator(Communicator):
         held = checked_parts([[tensor] for tensor in outgoing], self.size)
         arriving = checked_parts([[tensor] for tensor in incoming], self.size)
         request = Request("all_to_all", label, layout=layout_of(held))
-        swap = partial(swap_all, self._neighbors, held, arriving)
+        swap = partial(swap_all, self.neighbors, held, arriving)
         return self._submit(request, swap, None, first)
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
         """Copy a contiguous tensor from the rank with index ``source`` on the axis."""
         flat = flatten(tensor)
-        chain = partial(pass_along, self._neighbors, flat, source)
+        chain = partial(pass_along, self.neighbors, flat, source)
         return self._submit(Request("broadcast", label, source=source), chain, flat)
 
     def barrier(self) -> None:
@@ -402,7 +402,7 @@ class RingCommunicator(Communicator):
 
     def alarm(self) -> None:
         """Close this rank's connections, which ends every wait on the axis."""
-        self._neighbors.alarm()
+        self.neighbors.alarm()
 
     def close(self) -> None:
         """Finish submitted operations and join the thread."""
@@ -426,7 +426,7 @@ class RingCommunicator(Communicator):
             checksum = header.checksum()
             self._row.begin(header.number, checksum, *header.summary)
             with header.range():
-                self._neighbors.begin(checksum)
+                self.neighbors.begin(checksum)
                 if first is not None:
                     first()
                 run()
@@ -452,9 +452,7 @@ class RingCommunicator(Communicator):
             needed = tuple(everyone[(request.source + each) % self.size] for each in chain)
         doing = f"{header.operation} #{header.number} ({header.label}) on axis {self.axis.name!r}"
         place_of_order, rank = self._worker.place, everyone[self.rank]
-        return OperationWatch(
-            self, self._neighbors, doing, place_of_order, header.number, everyone, rank, needed
-        )
+        return OperationWatch(self, doing, place_of_order, header.number, everyone, rank, needed)
 
     # --- the algorithms, on the communication thread ---
 
@@ -472,7 +470,7 @@ class RingCommunicator(Communicator):
         arrivals = self._arrivals.of([piece for chunk in incoming for piece in chunk.messages])
         first = chunks[(rank - 1) % size]
         first.pack()
-        sends = [self._neighbors.send(piece, Tag.SCATTER) for piece in first.messages]
+        sends = [self.neighbors.send(piece, Tag.SCATTER) for piece in first.messages]
         # Posted early, so that a neighbour's finished piece never waits for its buffer. It cannot
         # come too early: the sum it carries needs the piece that lies in this place until then.
         gathered = self._post_gather(chunks) if gather else []
@@ -485,26 +483,26 @@ class RingCommunicator(Communicator):
                 if last and scale != 1.0:
                     piece.mul_(scale)
                 if not last:
-                    sends.append(self._neighbors.send(piece, Tag.SCATTER))
+                    sends.append(self.neighbors.send(piece, Tag.SCATTER))
                 elif gather:
-                    sends.append(self._neighbors.send(piece, Tag.GATHER))
+                    sends.append(self.neighbors.send(piece, Tag.GATHER))
         chunks[rank].unpack()
         sends += self._forward(gathered)
-        self._neighbors.finish(sends)
+        self.neighbors.finish(sends)
 
     def _gather(self, held: Parts) -> None:
         chunks = self._cut(held)
         gathered = self._post_gather(chunks)
         mine = chunks[self.rank]
         mine.pack()
-        sends = [self._neighbors.send(piece, Tag.GATHER) for piece in mine.messages]
-        self._neighbors.finish(sends + self._forward(gathered))
+        sends = [self.neighbors.send(piece, Tag.GATHER) for piece in mine.messages]
+        self.neighbors.finish(sends + self._forward(gathered))
 
     def _post_gather(self, chunks: list[ChunkMessages]) -> list[tuple[ChunkMessages, list[Any]]]:
         """Post the receives of an all-gather, in place, in the order of arrival."""
         coming = [chunks[(self.rank - step - 1) % self.size] for step in range(self.size - 1)]
         return [
-            (chunk, [self._neighbors.receive(piece, Tag.GATHER) for piece in chunk.messages])
+            (chunk, [self.neighbors.receive(piece, Tag.GATHER) for piece in chunk.messages])
             for chunk in coming
         ]
 
@@ -513,11 +511,11 @@ class RingCommunicator(Communicator):
         sends = []
         for chunk, receives in gathered[:-1]:
             for piece, receive in zip(chunk.messages, receives, strict=True):
-                self._neighbors.wait(receive)
-                sends.append(self._neighbors.send(piece, Tag.GATHER))
+                self.neighbors.wait(receive)
+                sends.append(self.neighbors.send(piece, Tag.GATHER))
             chunk.unpack()
         for chunk, receives in gathered[-1:]:
-            self._neighbors.finish(receives)
+            self.neighbors.finish(receives)
             chunk.unpack()
         return sends
 
@@ -531,14 +529,12 @@ class OperationWatch(Wait):
 
     Args:
         communicator: of the operation.
-        neighbors: of this rank.
         wait: the arguments of ``Wait``.
     """
 
-    def __init__(self, communicator: RingCommunicator, neighbors: Neighbors, *wait: Any) -> None:
+    def __init__(self, communicator: RingCommunicator, *wait: Any) -> None:
         super().__init__(*wait)
         self._communicator = communicator
-        self._neighbors = neighbors
 
     def look(self, waited: float) -> str:
         """Look around if it is time to."""
@@ -558,7 +554,7 @@ class OperationWatch(Wait):
         for each in (ring, *ring.companions):
             if each.disagreed():
                 return each.disagreed()
-        ranks, near = ring.axis.ranks, self._neighbors
+        ranks, near = ring.axis.ranks, ring.neighbors
         return (
             f"{self.doing} failed on rank {self.rank}, {ring.rank} of {ring.size} on the axis, "
             f"between ranks {ranks[near.left]} and {ranks[near.right]}, with a timeout of "
