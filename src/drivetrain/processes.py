@@ -343,7 +343,7 @@ def notebook_launcher(
     count = num_processes if num_processes is not None else _places()
     _check(count, start_method)
     config = _configuration("precision", mixed_precision) if mixed_precision else ""
-    _start(function, tuple(args), count, start_method, timeout, config)
+    _start(functools.partial(function, *args), count, start_method, timeout, config)
 
 
 def debug_launcher(
@@ -362,7 +362,8 @@ def debug_launcher(
     """
     _check(num_processes, "fork")
     config = _configuration("launch.device", "cpu")
-    _start(function, tuple(args), num_processes, "fork", timedelta(minutes=10), config)
+    call = functools.partial(function, *args)
+    _start(call, num_processes, "fork", timedelta(minutes=10), config)
 
 
 def _configuration(key: str, value: str) -> str:
@@ -378,12 +379,7 @@ def _configuration(key: str, value: str) -> str:
 
 
 def _start(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    count: int,
-    start_method: str,
-    timeout: timedelta,
-    config: str,
+    call: Callable[[], Any], count: int, start_method: str, timeout: timedelta, config: str
 ) -> None:
     """Start the processes and wait for them; they read this configuration, if any."""
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
@@ -394,7 +390,7 @@ def _start(
             Path(variables[CONFIG_VARIABLE]).write_text(config, encoding="utf-8")
         context = multiprocessing.start_processes(  # type: ignore[attr-defined, no-untyped-call]
             _run_rank,
-            args=(function, args, count, store, timeout, variables),
+            args=(call, count, store, timeout, variables),
             nprocs=count,
             join=False,
             start_method=start_method,
@@ -408,8 +404,7 @@ def _start(
 
 def _run_rank(
     rank: int,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    call: Callable[[], Any],
     count: int,
     store: str,
     timeout: timedelta,
@@ -432,7 +427,7 @@ def _run_rank(
         # Gloo fails on ranks that still connect when a rank with nothing to exchange has ended.
         met.set(f"connected/{rank}", "")
         met.wait([f"connected/{each}" for each in range(count)], timeout)
-    function(*args)
+    call()
     if dist.is_initialized():
         dist.destroy_process_group()
 

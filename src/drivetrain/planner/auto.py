@@ -310,7 +310,7 @@ def _lines(error: str, state: RunState, resident: int) -> Iterator[str]:
     others = resident - sum(promised.get(kind, 0) for kind in _MADE_FIRST)
     others = max(0, others) if world.device.type == "cpu" else 0
     try:
-        ladder = Ladder(entry, state, state.last_call, held.total(), asked, others)
+        ladder = Ladder(entry, state, held.total(), asked, others)
         yield from ladder.lines(held.total() + left)
     except ConfigError as problem:
         yield f"{UNJUDGED}; nobody knows which fits: {problem}"
@@ -406,7 +406,6 @@ class Ladder:
     Args:
         entry: the model that ran.
         state: see ``explain``.
-        call: arguments of its forward, by position and by name; None: the loaders know better.
         now: bytes that the process holds.
         asked: bytes of the request that failed.
         beside: bytes of the process before any step, beside tensors.
@@ -416,13 +415,7 @@ class Ladder:
     """
 
     def __init__(
-        self,
-        entry: PreparedModel,
-        state: RunState,
-        call: tuple[tuple[Any, ...], Mapping[str, Any]] | None,
-        now: int,
-        asked: int,
-        beside: int,
+        self, entry: PreparedModel, state: RunState, now: int, asked: int, beside: int
     ) -> None:
         self._entry, self._state = entry, state
         self._run = run = entry.strategy.run
@@ -433,7 +426,7 @@ class Ladder:
         examples = [first_rows(loader) for loader in run.examples.loaders]
         candidates = candidates_of(model, examples)
         rows = run.examples.rows(run.mesh["dp"].size)
-        if call is not None:
+        if (call := state.last_call) is not None:  # else the loaders know better
             rows = next((each.shape[0] for each in tensors_in(call) if each.dim()), rows)
             few = tree_map(partial(_first_rows, of=rows), call)
             candidates = chain([Candidate("the batch", *few)], candidates)

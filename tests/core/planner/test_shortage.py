@@ -121,8 +121,8 @@ def named(lines):
 def test_where_more_is_lacking_the_change_is_larger():
     accelerator, *_ = prepared(width=256)
     (entry,) = accelerator._state.models
-    call = (torch.ones(16, 256, 256),), {}
-    ladder = auto.Ladder(entry, accelerator._state, call, now=0, asked=0, beside=0)
+    accelerator._state.last_call = (torch.ones(16, 256, 256),), {}
+    ladder = auto.Ladder(entry, accelerator._state, now=0, asked=0, beside=0)
     (whole, *_) = ladder.lines(0)
     needed = float(re.search(r"needs ([\d.]+) MiB", whole)[1]) * 2**20
     (fits,) = ladder.lines(round(needed) + 2**20)
@@ -146,8 +146,9 @@ def test_a_language_model_may_need_its_loss_in_pieces():
     accelerator.prepare(transformers.GPT2LMHeadModel(config))
     (entry,) = accelerator._state.models
     words = torch.zeros(1, 64, dtype=torch.long)
-    call = (), {"input_ids": words, "labels": words, "use_cache": False}
-    ladder = auto.Ladder(entry, accelerator._state, call, now=0, asked=0, beside=0)
+    named_words = {"input_ids": words, "labels": words, "use_cache": False}
+    accelerator._state.last_call = (), named_words
+    ladder = auto.Ladder(entry, accelerator._state, now=0, asked=0, beside=0)
     (whole, *_) = ladder.lines(0)
     needed = float(re.search(r"needs ([\d.]+) MiB", whole)[1]) * 2**20
     assert named(ladder.lines(round(needed) - (800 << 10))) == "loss: chunked"
