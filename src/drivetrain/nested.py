@@ -57,12 +57,8 @@ def recursively_apply(
     def walk(item: Any) -> Any:
         if test_type(item):
             return function(item, *args, **kwargs)
-        if isinstance(item, list | tuple):
-            return honor_type(item, (walk(inner) for inner in item))
-        if isinstance(item, Mapping):
-            return _same_mapping(item, {key: walk(inner) for key, inner in item.items()})
-        if _is_dataclass(item):
-            return _same_dataclass(item, {name: walk(v) for name, v in _fields(item).items()})
+        if (parts := _parts(item)) is not None:
+            return _with_parts(item, {key: walk(inner) for key, inner in parts.items()})
         if error_on_other_type:
             raise TypeError(
                 f"expected tensors in lists, tuples, mappings or dataclasses, found "
@@ -95,16 +91,12 @@ def send_to_device(
     def move(item: Any) -> Any:
         if isinstance(item, Tensor):
             return item.to(device, non_blocking=non_blocking)
-        if isinstance(item, Mapping) and (skipped & set(item) or not _can_move(item)):
-            moved = {key: v if key in skipped else move(v) for key, v in item.items()}
-            return _same_mapping(item, moved)
-        if _can_move(item):
+        stay = skipped & set(item) if isinstance(item, Mapping) else ()
+        if _can_move(item) and not stay:
             return _move_itself(item, device, non_blocking)
-        if isinstance(item, list | tuple):
-            return honor_type(item, (move(inner) for inner in item))
-        if _is_dataclass(item):
-            return _same_dataclass(item, {name: move(v) for name, v in _fields(item).items()})
-        return item
+        if (parts := _parts(item)) is None:
+            return item
+        return _with_parts(item, {k: v if k in stay else move(v) for k, v in parts.items()})
 
     return move(tensor)
 
@@ -122,8 +114,8 @@ def describe(data: Any, show: Callable[[Tensor], str]) -> str:
         items = [f"{key!r}: {describe(item, show)}" for key, item in data.items()]
     elif isinstance(data, list | tuple):
         items = [describe(item, show) for item in data]
-    elif _is_dataclass(data):
-        items = [f"{name}={describe(item, show)}" for name, item in _fields(data).items()]
+    elif (parts := _parts(data)) is not None:
+        items = [f"{name}={describe(item, show)}" for name, item in parts.items()]
     else:
         return type(data).__name__
     return f"{type(data).__name__}({', '.join(items)})"
@@ -133,11 +125,7 @@ def find_batch_size(data: Any) -> int | None:
     """Return the size of dim 0 of the first tensor with dims; None when there is none."""
     if isinstance(data, Tensor):
         return data.shape[0] if data.dim() else None
-    if isinstance(data, Mapping):
-        data = list(data.values())
-    elif _is_dataclass(data):
-        data = list(_fields(data).values())
-    sizes = map(find_batch_size, data if isinstance(data, list | tuple) else ())
+    sizes = map(find_batch_size, (_parts(data) or {}).values())
     return next((size for size in sizes if size is not None), None)
 
 
@@ -160,13 +148,11 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         return torch.cat(list(data), dim=dim)
     if isinstance(first, list | tuple):
         _check_alike("items", [len(item) for item in data])
-        return honor_type(first, (concatenate(items, dim) for items in zip(*data, strict=True)))
-    if isinstance(first, Mapping):
+    elif isinstance(first, Mapping):
         _check_alike("keys", [sorted(map(str, item)) for item in data])
-        return _same_mapping(first, {k: concatenate([i[k] for i in data], dim) for k in first})
-    if _is_dataclass(first):
-        rows = [_fields(item) for item in data]
-        return _same_dataclass(first, {n: concatenate([r[n] for r in rows], dim) for n in rows[0]})
+    if (parts := _parts(first)) is not None:
+        rows = [_parts(item) or {} for item in data]
+        return _with_parts(first, {k: concatenate([row[k] for row in rows], dim) for k in parts})
     if len(data) == 1:
         return first
     raise TypeError(
@@ -208,18 +194,25 @@ def _takes_non_blocking(to: Callable[..., Any]) -> bool:
     )
 
 
-def _is_dataclass(item: Any) -> bool:
-    return dataclasses.is_dataclass(item) and not isinstance(item, type)
+def _parts(item: Any) -> Mapping[Any, Any] | None:
+    """Return what a container holds, by key, index or name; None of anything else."""
+    if isinstance(item, Mapping):
+        return item
+    if isinstance(item, list | tuple):
+        return dict(enumerate(item))
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
+    return None
 
 
-def _fields(item: Any) -> dict[str, Any]:
-    return {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
-
-
-def _same_dataclass(obj: Any, values: dict[str, Any]) -> Any:
-    """Return a copy with other values; by copy, because a constructor may take or check more."""
-    result = copy.copy(obj)
-    for name, value in values.items():
+def _with_parts(item: Any, parts: dict[Any, Any]) -> Any:
+    """Return a container of the same class that holds something else."""
+    if isinstance(item, list | tuple):
+        return honor_type(item, parts.values())
+    if isinstance(item, Mapping):
+        return _same_mapping(item, parts)
+    result = copy.copy(item)  # by copy, because a constructor may take or check more
+    for name, value in parts.items():
         object.__setattr__(result, name, value)  # frozen ones as well
     return result
 

@@ -7,7 +7,8 @@ Descriptions and verification of a checkpoint need neither the model nor a proce
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -86,12 +87,9 @@ class CheckpointReader:
         self.state: Mapping[str, Any] = body["state"]
         self.models = len(manifest.models)
         scalars = body["scalars"] or [{}] * self.models
-        self._readers = tuple(
-            ModelReader(self._files, tensors, own, aliases)
-            for tensors, own, aliases in zip(
-                manifest.models, scalars, manifest.aliases, strict=True
-            )
-        )
+        tensors = ({(each.name, each.state): each for each in one} for one in manifest.models)
+        models = zip(tensors, scalars, manifest.aliases, strict=True)
+        self._readers = tuple(ModelReader(self._files, *model) for model in models)
 
     def model(self, index: int) -> "ModelReader":
         """Return the reader of one prepared model, in the order of saving."""
@@ -138,6 +136,7 @@ class CheckpointReader:
             ) from error
 
 
+@dataclass(eq=False)
 class ModelReader:
     """Reads one model of a checkpoint: implements ``drivetrain.shards.Reader``.
 
@@ -148,18 +147,11 @@ class ModelReader:
         partial: whether weights and buffers that the checkpoint lacks keep their values.
     """
 
-    def __init__(
-        self,
-        files: "_Files",
-        tensors: Sequence[SavedTensor],
-        scalars: Scalars,
-        aliases: Mapping[str, str],
-    ) -> None:
-        self._files = files
-        self.aliases = aliases
-        self.partial = False
-        self._tensors = {(tensor.name, tensor.state): tensor for tensor in tensors}
-        self._scalars = scalars
+    _files: "_Files"
+    _tensors: Mapping[tuple[str, str], SavedTensor]
+    _scalars: Scalars
+    aliases: Mapping[str, str]
+    partial: bool = False
 
     def keys(self) -> Iterator[tuple[str, str]]:
         """Yield the (name, state) pairs that the checkpoint holds."""

@@ -97,13 +97,9 @@ for _tag, _pattern, _first in (
         r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan)$",
         "-+0123456789.",
     ),
-    ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
+    ("null", r"^(?:~|null|Null|NULL|)$", [*"~nN\0", ""]),
 ):
-    _YamlLoader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}",
-        re.compile(_pattern),
-        [*_first, *([""] if _tag == "null" else [])],
-    )
+    _YamlLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 _YamlLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(str(node.value), 10))
 
 
@@ -228,10 +224,8 @@ def put(values: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _compose(text: str, path: Path) -> yaml.Node | None:
-    loader: _YamlLoader | None = None
     try:
-        loader = _YamlLoader(text)
-        node: yaml.Node | None = loader.get_single_node()
+        node: yaml.Node | None = _YamlLoader(text).get_single_node()
         _check_extent(node, path)
     except RecursionError:
         raise ConfigError(f"{path}: expected at most {MAX_DEPTH} levels, found more") from None
@@ -243,9 +237,6 @@ def _compose(text: str, path: Path) -> yaml.Node | None:
             f"{path}{line}: expected {kind}; the parser says: "
             f"{getattr(error, 'problem', None) or error}"
         ) from error
-    finally:
-        if loader is not None:
-            loader.dispose()
     return node
 
 
@@ -269,9 +260,8 @@ def _check_extent(root: yaml.Node | None, path: Path) -> None:
 
 
 def _construct(node: yaml.Node) -> Any:
-    loader = _YamlLoader("")
     try:
-        return loader.construct_document(node)
+        return _YamlLoader("").construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or node.start_mark
         raise ConfigError(
@@ -279,8 +269,6 @@ def _construct(node: yaml.Node) -> Any:
         ) from error
     except ValueError as error:  # an integer of more digits than python reads
         raise ConfigError(f"expected plain values, found a number too long: {error}") from error
-    finally:
-        loader.dispose()
 
 
 def _lines(node: yaml.MappingNode, path: Path, prefix: str = "") -> Iterable[tuple[str, int]]:

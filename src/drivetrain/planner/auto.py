@@ -124,7 +124,7 @@ class ChoosesPlan(Planning):
             except Exception as error:  # the other ranks wait for an answer
                 problem = str(error)
         if run.world.size > 1:
-            kind = tuple[StrategyPick | None, str]
+            kind: Any = tuple[StrategyPick | None, str]
             pick, problem = share_facts((pick, problem), kind, doing="the choice of a strategy")
         if pick is None:
             raise ConfigError(f"strategy auto: {problem}; or name a strategy yourself")
