@@ -184,13 +184,13 @@ def copy_overlap(target: Tensor, wanted: Part, source: Tensor, saved: Part) -> i
     Returns:
         How many elements were copied.
     """
-    if overlap(wanted.offsets, wanted.sizes, saved.offsets, saved.sizes) is None:
+    if overlap((wanted.offsets, wanted.sizes), (saved.offsets, saved.sizes)) is None:
         return 0
     copied = 0
     pieces = list(boxes(saved))
     for goal in boxes(wanted):
         for piece in pieces:
-            common = overlap(goal.offsets, goal.sizes, piece.offsets, piece.sizes)
+            common = overlap(goal[:2], piece[:2])
             if common is not None:
                 _window(target, goal, *common).copy_(_window(source, piece, *common))
                 copied += prod(common[1])

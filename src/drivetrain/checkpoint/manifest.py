@@ -160,33 +160,25 @@ def first_overlap(parts: Sequence[Part]) -> tuple[Part, Part] | None:
     for box, another in _overlapping(sorted(by_box)):
         for one, other in product(by_box[box], by_box[another]):
             for first, second in product(boxes(one), boxes(other)):
-                if overlap(*first[:2], *second[:2]) is not None:
+                if overlap(first[:2], second[:2]) is not None:
                     return one, other
     return None
 
 
 def _overlapping(ordered: Sequence[Extent]) -> Iterator[tuple[Extent, Extent]]:
     """Yield the pairs of boxes that overlap, of boxes sorted by their offsets."""
-    for index, (offsets, sizes) in enumerate(ordered):
+    for index, one in enumerate(ordered):
         for other in ordered[index + 1 :]:
-            if other[0][0] >= offsets[0] + sizes[0]:
+            if other[0][0] >= one[0][0] + one[1][0]:
                 break
-            if overlap(offsets, sizes, *other) is not None:
-                yield (offsets, sizes), other
+            if overlap(one, other) is not None:
+                yield one, other
 
 
-def overlap(
-    offsets: tuple[int, ...],
-    sizes: tuple[int, ...],
-    other_offsets: tuple[int, ...],
-    other_sizes: tuple[int, ...],
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def overlap(one: Extent, other: Extent) -> Extent | None:
     """Return the box that two boxes share, None when they share nothing."""
-    low = tuple(map(max, offsets, other_offsets))
-    high = (
-        min(a + n, b + m)
-        for a, n, b, m in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
-    )
+    low = tuple(map(max, one[0], other[0]))
+    high = (min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
     extent = tuple(end - begin for begin, end in zip(low, high, strict=True))
     return (low, extent) if all(size > 0 for size in extent) else None
 

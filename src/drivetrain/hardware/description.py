@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from drivetrain.config.schema import dtype_word
 from drivetrain.errors import ConfigError, expected, refusing
 
 if TYPE_CHECKING:
@@ -288,12 +289,6 @@ class Hardware(BaseModel):
 SUFFIX = ".yaml"
 _BUILTIN = files("drivetrain.hardware") / "builtin"
 
-_PRECISIONS: dict[str, Literal["fp16", "bf16", "no"]] = {
-    "torch.float16": "fp16",
-    "torch.bfloat16": "bf16",
-    "torch.float32": "no",
-}
-
 
 def hardware_names() -> list[str]:
     """Return the names of the descriptions that come with the package."""
@@ -388,14 +383,13 @@ def published_peak(device: str, dtype: "torch.dtype") -> Peak | None:
     """
     import torch
 
-    precision = _PRECISIONS.get(str(dtype))
+    word = dtype_word(dtype)
     may_use_tf32 = torch.get_float32_matmul_precision() != "highest"
-    if precision is None or (precision == "no" and may_use_tf32):
+    if word == "fp32" and may_use_tf32:
         return None
     for name in hardware_names():
         facts = load_hardware(name).device
         if facts.recognized_by and re.fullmatch(facts.recognized_by, device):
-            teraflops = facts.teraflops.get(precision)
-            word = "fp32" if precision == "no" else precision
+            teraflops = facts.teraflops.get("no" if word == "fp32" else word)  # type: ignore[call-overload]
             return None if teraflops is None else Peak(teraflops * 1e12, word, facts.source)
     return None
