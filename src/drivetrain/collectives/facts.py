@@ -551,33 +551,26 @@ def gather_facts(
 
 
 def share_facts(
-    facts: FactsT,
-    kind: type[FactsT],
-    *,
-    doing: str,
-    operation: str = "",
-    source: int = 0,
-    group: Ranks = None,
+    facts: FactsT, kind: type[FactsT], *, doing: str, operation: str = "", group: Ranks = None
 ) -> FactsT:
-    """Return the facts of one rank on every rank. Collective.
+    """Return the facts of global rank 0 on every rank. Collective.
 
     Args:
-        facts: plain values, or a dataclass of plain values; only those of ``source`` count.
+        facts: plain values, or a dataclass of plain values; only those of rank 0 count.
         kind: their type.
         doing: the reason of the exchange in words.
         operation: the name of the exchange, the same on all ranks; "" means ``doing``.
-        source: global rank whose facts are taken.
         group: the ranks, as a process group or a line of the mesh; None means all.
 
     Raises:
-        CollectiveError: a rank does not come, or ``source`` sent facts of another type.
+        CollectiveError: a rank does not come, or rank 0 sent facts of another type.
     """
     if size_of(group) == 1:
         return facts
-    mine = _written(facts) if dist.get_rank() == source else ""
+    mine = _written(facts) if dist.get_rank() == 0 else ""
     with _met(doing, operation, group) as (ranks, device):
-        text = share_text(mine, source, group=ranks, device=device)
-    return _read(text, kind, doing, source)
+        text = share_text(mine, group=ranks, device=device)
+    return _read(text, kind, doing, 0)
 
 
 @contextmanager

@@ -73,29 +73,22 @@ def gather_texts(
     return [_text_of(row[:count]) for row, count in pairs]
 
 
-def share_text(
-    text: str,
-    source: int,
-    *,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | None,
-) -> str:
-    """Return the text of one rank, on all ranks. Collective.
+def share_text(text: str, *, group: dist.ProcessGroup | None, device: torch.device | None) -> str:
+    """Return the text of global rank 0, on all ranks. Collective.
 
     Args:
-        text: of this rank; others than ``source`` may pass any.
-        source: global rank whose text is taken.
+        text: of this rank; others than rank 0 may pass any.
         group: of the ranks; None means all.
         device: from which the group can send; None: the host.
     """
     device = device or CPU
-    mine = _bytes_of(text if dist.get_rank() == source else "")
+    mine = _bytes_of(text if dist.get_rank() == 0 else "")
     length = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
-    dist.broadcast(length, src=source, group=group)
+    dist.broadcast(length, src=0, group=group)
     sent = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
     sent[: mine.numel()] = mine
     if sent.numel():
-        dist.broadcast(sent, src=source, group=group)
+        dist.broadcast(sent, src=0, group=group)
     return _text_of(sent.cpu())
 
 

@@ -37,7 +37,7 @@ def test_facts_of_all_ranks_or_of_one():
     assert gather_facts("", str, doing="a test") == ["", "", ""]
     lists = gather_facts({"ranks": [rank]}, dict[str, list[int]], doing="a test")
     assert lists == [{"ranks": [0]}, {"ranks": [1]}, {"ranks": [2]}]
-    assert share_facts(mine, Facts, source=2, doing="a test") == Facts("größe 2", [0, 1])
+    assert share_facts(mine, Facts, doing="a test") == Facts("größe 0", [])
     assert share_facts("", str, doing="a test") == ""
     assert gather_facts(mine, Facts, doing="a test", main_only=True) == (told if rank == 0 else [])
     assert gather_facts("", str, doing="a test", main_only=True) == ([""] * 3 if rank == 0 else [])
