@@ -364,13 +364,22 @@ def in_fp32(case: Case) -> Case:
     return Case(name=case.name, factory=lambda: case.factory().float(), batch=batch, loss=case.loss)
 
 
-def autocast_loss(case: Case, dtype: torch.dtype | None) -> Loss:
-    """Return a case's loss with a forward that computes in a dtype; None computes as given."""
+def autocast_loss(case: Case, dtype: torch.dtype | None, *, copies: bool = False) -> Loss:
+    """Return a case's loss with a forward that computes in a dtype; None computes as given.
+
+    Args:
+        case: the model and its loss.
+        dtype: of autocast.
+        copies: whether forward reads copies of matrices in this dtype.
+    """
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
+        given = dict(model.named_parameters())
+        read = {name: p.to(dtype) if copies and p.dim() > 1 else p for name, p in given.items()}
+
         def forward(*inputs: Tensor) -> Tensor:
             with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-                outputs: Tensor = model(*inputs)
+                outputs: Tensor = torch.func.functional_call(model, read, inputs)
             return outputs
 
         return case.loss(_Computed(forward), batch)
@@ -380,18 +389,7 @@ def autocast_loss(case: Case, dtype: torch.dtype | None) -> Loss:
 
 def copies_loss(case: Case, dtype: torch.dtype) -> Loss:
     """Return a case's loss with a forward that reads low copies of matrices, by autocast too."""
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        copies = {name: p.to(dtype) if p.dim() > 1 else p for name, p in model.named_parameters()}
-
-        def forward(*inputs: Tensor) -> Tensor:
-            with torch.autocast("cpu", dtype=dtype):
-                outputs: Tensor = torch.func.functional_call(model, copies, inputs)
-            return outputs
-
-        return case.loss(_Computed(forward), batch)
-
-    return loss
+    return autocast_loss(case, dtype, copies=True)
 
 
 def quick_sgd(model: nn.Module) -> Optimizer:
