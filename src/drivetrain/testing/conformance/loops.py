@@ -173,9 +173,7 @@ class LoopChecks(Suite):
         for make_optimizer in (groups, subset):
             with self.accelerator() as accelerator:
                 twins = Twins(accelerator, MLP, make_optimizer, make_scheduler=halving)
-                for step in range(3):
-                    twins.backward(step)
-                    twins.step()
+                twins.train_both(0, 3)
                 twins.check()
 
     def test_loss_that_misses_the_model_on_one_rank(self, world: int) -> None:
@@ -201,9 +199,7 @@ class LoopChecks(Suite):
             compiled = Twins(
                 accelerator, MLP, wrap=lambda model: torch.compile(model, backend="aot_eager")
             )
-            for step in range(2):
-                compiled.backward(step)
-                compiled.step()
+            compiled.train_both(0, 2)
             compiled.check()
 
     def test_training_equals_one_process(self, world: int) -> None:
@@ -243,9 +239,7 @@ class LoopChecks(Suite):
 def _equals_one_process(accelerator: Accelerator, case: Case) -> None:
     """Train a model by an optimizer with states; a large one takes a step without any."""
     twins = Twins(accelerator, case, plain_sgd if case.large else _adam_by_size)
-    for step in range(1 if case.large else STEPS):
-        twins.backward(step)
-        twins.step()
+    twins.train_both(0, 1 if case.large else STEPS)
     twins.check()
 
 
@@ -285,8 +279,7 @@ class SeveralChecks(Suite):
             two = Twins(accelerator, CASES["tied"], adamw)
             both = (one, two)
             for twins in both:
-                twins.backward(0)
-                twins.step()
+                twins.train_both(0, 1)
             accelerator.backward(one.loss(1) + two.loss(1))
             for twins in both:
                 twins.backward_twin(1)
@@ -315,8 +308,7 @@ class SeveralChecks(Suite):
         """After ``free_memory`` the user's module trains by itself, without communication."""
         with self.accelerator() as accelerator:
             twins = Twins(accelerator, CASES["mlp"])
-            twins.backward(0)
-            twins.step()
+            twins.train_both(0, 1)
             inner = accelerator.unwrap_model(twins.model)
             divided = accelerator.strategy_of(twins.model).pace.forwards
             accelerator.free_memory()
