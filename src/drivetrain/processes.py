@@ -8,7 +8,7 @@ import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, Subset
 
 from drivetrain import communication
 from drivetrain.config import Layer, dump_yaml, read_file
-from drivetrain.config.document import ORIGINS_KEY
+from drivetrain.config.document import ORIGINS_KEY, put
 from drivetrain.errors import UsageError
 from drivetrain.runtime.world import CONFIG_VARIABLE, World, launched_config, leave_others
 
@@ -191,17 +191,13 @@ class Processes:
         if dist.is_available() and dist.is_initialized():
             leave_others()
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Context that the main process leaves, also by an exception, before others enter."""
-        with self._first(self.is_main_process):
-            yield
+        return self._first(self.is_main_process)
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """Context that the first process of each host leaves before others enter."""
-        with self._first(self.is_local_main_process):
-            yield
+        return self._first(self.is_local_main_process)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -373,8 +369,7 @@ def _configuration(key: str, value: str) -> str:
     origins = {name: [origin.kind, origin.text] for name, origin in layer.origins.items()}
     origins[key] = ["file", "arguments of the launcher"]
     values = dict(layer.values)
-    part, _, name = key.rpartition(".")
-    values |= {part: {**values.get(part, {}), name: value}} if part else {name: value}
+    put(values, key, value)
     return dump_yaml({**values, ORIGINS_KEY: origins})
 
 
