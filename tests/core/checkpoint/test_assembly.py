@@ -55,6 +55,11 @@ def partitions_of(draw, shape):
     return draw(st.permutations(parts))
 
 
+def test_boxes_of_a_range_follow_each_other_in_memory():
+    found = list(boxes(Part((5, 0), (3, 4), (2, 11))))
+    assert found == [((5, 2), (1, 2), 0), ((6, 0), (1, 4), 2), ((7, 0), (1, 3), 6)]
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_part_from_any_partition(data):
