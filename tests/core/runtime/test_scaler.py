@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain.runtime.precision import LossScaler, ScaleRule
 
@@ -123,3 +124,12 @@ def test_numbers_out_of_range_are_refused():
     }.items():  # fmt: skip
         with pytest.raises(UsageError, match=rf"{name} .*, found {value}; change {name}"):
             ScaleRule(**{name: value})
+
+
+@pytest.mark.ranks(2)
+def test_infinity_on_one_rank_is_known_to_all():
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    pieces = [torch.tensor([float("inf")])] if rank == 1 else []  # rank 0 holds no gradient
+    assert scaler().unscale(pieces, 4.0, ranks=2, device=CPU)
+    assert not scaler().unscale([torch.ones(rank + 1)], 4.0, ranks=2, device=CPU)
