@@ -57,6 +57,7 @@ def test_the_loss_of_one_rank_is_named_on_every_rank(monkeypatch, strategy, clip
     assert "rank 1: in step 2 the loss of micro-batch 1 is nan" in message
     assert "the loss" not in message.partition("rank 1")[0].partition("found")[2]
     assert all(map(torch.equal, before, weights(accelerator, model)))
+    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -71,6 +72,7 @@ def test_fast_steps_stop_a_little_later_and_save_nothing_before(monkeypatch, tmp
     with pytest.raises(NonFiniteError, match=r"rank 1: in step 2 the loss.*ends the run"):
         for _ in range(finite.MOST_STEPS):
             step(accelerator, model, optimizer, ROW, clip=False)
+    accelerator.free_memory()
 
 
 def test_on_an_accelerator_an_exchange_reads_what_the_one_before_copied(monkeypatch, tmp_path):
