@@ -84,9 +84,10 @@ class Sandbox:
         return process
 
     def run(
-        self, *arguments: str, env: Mapping[str, str] | None = None
+        self, *arguments: str, code: int = 0, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        """Run the command, which ends with this exit code."""
+        done = subprocess.run(
             self.command(*arguments),
             cwd=self.folder,
             env=self.environment(env),
@@ -95,11 +96,13 @@ class Sandbox:
             text=True,
             check=False,
         )
+        assert done.returncode == code, done.stderr
+        return done
 
     def launch(
-        self, *arguments: str, env: Mapping[str, str] | None = None
+        self, *arguments: str, code: int = 0, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        return self.run("launch", "--strategy", "toy", *arguments, env=env)
+        return self.run("launch", "--strategy", "toy", *arguments, code=code, env=env)
 
     def alive(self) -> list[psutil.Process]:
         return [process for process in psutil.process_iter() if self._is_mine(process)]

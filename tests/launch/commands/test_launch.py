@@ -37,7 +37,6 @@ def test_script_gets_its_arguments_variables_and_config(sandbox, command):
         "--cpu", "--nproc-per-node", "2", "--set", "seed=7", *threads, script, *awkward,
         env={"HF_TOKEN": "canary"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     assert done.stdout == "out of rank 0\n"
     unused = (
         "drivetrain: the script made no Accelerator, so strategy.name = toy, seed = 7 had no "

@@ -102,11 +102,13 @@ def verify(sandbox):
     sandbox.script(WRONG, "wrong.py")
     sandbox.install("wrong", {"scaled": "Scaled", "swapped": "Swapped"})
 
-    def run(*options, script=SCRIPT):
+    def run(*options, script=SCRIPT, code=0):
         path = sandbox.script(script)
         env = sandbox.environment({"PYTHONPATH": str(sandbox.folder)})
         words = ("-m", "drivetrain_launch", "verify", *CPU, *options, path)
-        return run_python(*words, folder=sandbox.folder, env=env)
+        done = run_python(*words, folder=sandbox.folder, env=env)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
 
     return run
 
@@ -114,7 +116,6 @@ def verify(sandbox):
 @pytest.mark.exhaustive
 def test_masks_of_its_own_are_taken_away_in_the_repetition(verify):
     done = verify("--strategy", "megatron", "--set", "strategy.pp=2", "--steps", "2", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
     (finding,) = json.loads(done.stdout)["findings"]
     assert finding["result"] == "rounding"
     assert finding["mesh"] == {"tp": 1, "dp": 1, "pp": 2}
@@ -125,8 +126,7 @@ def test_masks_of_its_own_are_taken_away_in_the_repetition(verify):
 
 
 def test_a_gradient_that_is_too_large_is_named(verify):
-    done = verify("--strategy", "scaled", "--steps", "1")
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = verify("--strategy", "scaled", "--steps", "1", code=1)
     assert "\nerror\n  first: step 1, gradient norm of blocks.1.up.weight: found " in done.stdout
     runs = ["run", "reference-dp2", "reference-dp2-fp64", "run-scaled-fp64"]
     assert done.stderr.splitlines() == [f"{name}, on 2 ranks" for name in runs]
@@ -134,8 +134,7 @@ def test_a_gradient_that_is_too_large_is_named(verify):
 
 @pytest.mark.exhaustive
 def test_weights_in_the_wrong_order_are_named_with_their_place(verify):
-    done = verify("--strategy", "swapped", "--steps", "1", "--json")
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = verify("--strategy", "swapped", "--steps", "1", "--json", code=1)
     (finding,) = json.loads(done.stdout)["findings"]
     first = finding["first"]
     assert finding["errors"] == 1
@@ -146,8 +145,7 @@ def test_weights_in_the_wrong_order_are_named_with_their_place(verify):
 
 @pytest.mark.exhaustive
 def test_every_strategy_is_in_the_table(verify):
-    done = verify("--strategy", "all")
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = verify("--strategy", "all", code=1)
     _, _, *rows, _ = done.stdout.splitlines()
     verdicts = {" ".join(row.split("  ")[1:2]): row for row in rows}
     right = ["ddp", "fsdp", "megatron pp=2", "megatron tp=2", "offload optimizer=cpu"]
@@ -161,29 +159,25 @@ def test_every_strategy_is_in_the_table(verify):
 def test_a_script_that_draws_data_by_rank_is_to_blame_itself(verify):
     drawn = "            output = model((rows + time.time_ns()) % 10)"
     script = SCRIPT.replace("            output = model(rows)", drawn)
-    done = verify("--steps", "1", script=script)
-    assert done.returncode == 8, done.stdout + done.stderr
+    done = verify("--steps", "1", script=script, code=8)
     assert done.stdout.startswith("not compared: expected the same batches in both runs, found ")
     assert "seed it" in done.stdout
 
 
 @pytest.mark.exhaustive
 def test_what_cannot_be_compared_is_shown_with_its_reason(verify):
-    done = verify(script="def deep():\n    raise ValueError('no corpus')\n\ndeep()\n")
-    assert done.returncode == 1
+    done = verify(script="def deep():\n    raise ValueError('no corpus')\n\ndeep()\n", code=1)
     assert "ValueError: no corpus" in done.stderr
     assert done.stdout == "failed: ValueError: no corpus\n"
     script = SCRIPT.replace("(gradient", "(mixed_precision='bf16', gradient")
-    done = verify("--set", "dtypes.param=bf16", "--set", "precision=bf16", script=script)
-    assert done.returncode == 2
+    done = verify("--set", "dtypes.param=bf16", "--set", "precision=bf16", script=script, code=2)
     assert done.stdout.startswith("refused: ddp: expected dtypes.param as the model is given")
     for script, lacks in (
         ("print('hello')", "an Accelerator()"),
         ("from drivetrain import Accelerator\nAccelerator()", "accelerator.prepare(model)"),
     ):
-        done = verify(script=script)
-        said = f"not compared: the script ended without {lacks}\n"
-        assert (done.returncode, done.stdout) == (8, said)
+        done = verify(script=script, code=8)
+        assert done.stdout == f"not compared: the script ended without {lacks}\n"
 
 
 def test_the_reason_of_a_failure_is_the_first_ranks_last_words():
@@ -257,8 +251,7 @@ def test_the_report_tells_what_the_reference_and_fp64_do_alike(capsys):
 @pytest.mark.exhaustive
 def test_a_script_that_hangs_is_ended(sandbox):
     script = sandbox.script("import time\ntime.sleep(600)")
-    done = sandbox.run("verify", *CPU, "--limit", "6", script)
-    assert done.returncode == 5
+    done = sandbox.run("verify", *CPU, "--limit", "6", script, code=5)
     assert done.stdout.startswith("hung: no end after 6 s")
 
 
@@ -308,6 +301,5 @@ while True:
 @pytest.mark.exhaustive
 def test_script_for_accelerate_is_verified_as_it_is(verify):
     done = verify("--as-accelerate", "--steps", "2", "--json", script=AS_ACCELERATE)
-    assert done.returncode == 0, done.stdout + done.stderr
     (finding,) = json.loads(done.stdout)["findings"]
     assert (finding["steps"], finding["mesh"]) == (2, {"dp": 2})

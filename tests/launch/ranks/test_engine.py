@@ -63,8 +63,7 @@ def test_collective_on_one_rank_alone_says_that_the_other_has_ended(sandbox):
         "if accelerator.is_main_process:\n"
         "    accelerator.gather(torch.ones(1))\n"
     )
-    done = sandbox.launch("--nproc-per-node", "2", script)
-    assert done.returncode == 5, done.stderr
+    done = sandbox.launch("--nproc-per-node", "2", script, code=5)
     assert "rank 1 ended too early (host " in done.stderr
     assert "exit code 0): rank 0 waited for it and failed" in done.stderr
     said = r"CollectiveError: gather on rank 0 .*: rank 1 ended \d+\.\d s ago; "
@@ -136,8 +135,7 @@ def test_start_has_a_timeout_of_its_own(sandbox):
         "time.sleep(3600)\n"
     )
     settings = ("--set", "launch.timeout_s=2", "--set", "launch.start_timeout_s=3600")
-    done = sandbox.launch("--nproc-per-node", "2", *settings, script)
-    assert done.returncode == 5, done.stderr
+    done = sandbox.launch("--nproc-per-node", "2", *settings, script, code=5)
     assert "all are there" in done.stdout
     assert "CollectiveError" in done.stderr
     assert float(done.stdout.split()[-1]) > 1
@@ -155,8 +153,7 @@ def test_rank_that_ignores_sigterm_and_its_children_are_stopped(sandbox):
         "open('ready', 'w').close()\n"
         "time.sleep(3600)\n"
     )
-    done = sandbox.launch("--nproc-per-node", "2", script)
-    assert done.returncode == 1
+    done = sandbox.launch("--nproc-per-node", "2", script, code=1)
     assert "rank 1 failed first" in done.stderr
     assert sandbox.alive() == []
 
@@ -281,8 +278,7 @@ main()
 
 
 def test_workers_outlive_the_notice_and_the_run_saves(sandbox):
-    done = sandbox.run("launch", "--cpu", "--nproc-per-node", "2", sandbox.script(TRAIN))
-    assert done.returncode == 75, done.stderr
+    done = sandbox.run("launch", "--cpu", "--nproc-per-node", "2", sandbox.script(TRAIN), code=75)
     assert "exit code 75 asks to be started again" in done.stderr
     for word in ("Traceback", "made no Accelerator"):
         assert word not in done.stderr

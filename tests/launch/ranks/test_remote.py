@@ -59,8 +59,7 @@ def test_hosts_of_a_list_run_together_and_each_line_has_its_host(sandbox, ssh):
     (sandbox.folder / "vars").write_text("# of the project\nA=of the file\nB=two words  \n\n")
     words = ["--export", "C", "--export=A=$HOME 'x'", "--env-file", "vars"]
     env = ssh | {"C": "set here", "D": "not asked for"}
-    done = sandbox.launch("--hosts", "h1:1,me@h2:1", *words, script, *awkward, env=env)
-    assert done.returncode == 7, done.stderr
+    done = sandbox.launch("--hosts", "h1:1,me@h2:1", *words, script, *awkward, env=env, code=7)
     # The stand-in for ssh hands on its own environment, and with it D.
     variables = ["$HOME 'x'", "two words", "set here", "not asked for"]
     assert done.stdout == f"h1: of 2 {awkward} \nh1: {variables}\n"
