@@ -4,7 +4,8 @@ Each rank is a process that lives for the whole run; a test gets a fresh gloo pr
 them, torchrun's variables, one thread, and seeds of 0; ``ranks(1)`` gets no group. Fixtures and
 parameters are made once, in the pytest process, and copied to the ranks by pickle. The test fails
 when any rank fails, ends, hangs, or leaves something behind; the report shows each rank's traceback
-(the first failure first), output, and for a rank that did not come back its Python stacks.
+(the first failure first), output, and for a rank that did not come back its Python stacks. The
+Accelerators that a test makes are freed when all ranks have ended it.
 """
 
 import pickle
