@@ -15,7 +15,6 @@ from click.shell_completion import CompletionItem, shell_complete
 from drivetrain._version import __version__
 from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.registry import Registry, commands
-from drivetrain_launch.console import offered
 
 SYSTEM = "linux"
 """The supported system: signals, sessions and the heap are managed by its means."""
@@ -101,8 +100,12 @@ class Commands(click.Group):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Offer the commands without importing them, then the options."""
-        names = offered({**COMMANDS, **_added(commands())}, incomplete)
-        return names + click.Command.shell_complete(self, ctx, incomplete)
+        offered = [
+            CompletionItem(name, help=text)
+            for name, text in {**COMMANDS, **_added(commands())}.items()
+            if name.startswith(incomplete)
+        ]
+        return offered + click.Command.shell_complete(self, ctx, incomplete)
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

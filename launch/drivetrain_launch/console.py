@@ -9,11 +9,9 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, zip_longest
 from typing import IO
-
-from click.shell_completion import CompletionItem
 
 GONE = (errno.EPIPE, errno.EIO)
 """Errors of a console for good: its reader, such as head, or its terminal is gone."""
@@ -106,15 +104,6 @@ def _draw(
     for row in rows:
         table.add_row(*(Text("\n".join(cell)) for cell in row))
     Console().print(table)
-
-
-def offered(texts: Mapping[str, str], incomplete: str, suffix: str = "") -> list[CompletionItem]:
-    """Return the words that begin as typed, with their help, for the completion of a shell."""
-    return [
-        CompletionItem(word + suffix, help=text)
-        for word, text in texts.items()
-        if word.startswith(incomplete)
-    ]
 
 
 def listed(names: Sequence[object]) -> str:

@@ -33,7 +33,6 @@ from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.config.schema import FarConfig, Policy
 from drivetrain.errors import ConfigError, refusing
 from drivetrain.registry import strategies
-from drivetrain_launch.console import offered
 from drivetrain_launch.ranks.placement import (
     FEWEST_KEY,
     Surroundings,
@@ -396,7 +395,7 @@ def command_line_layer(flags: Mapping[str, Any], assignments: Iterable[str]) -> 
 def _flag_option(flag: Flag) -> Callable[..., Any]:
     settings: dict[str, Any] = {"is_flag": True} if flag.value else {"metavar": flag.metavar}
     if flag.key == STRATEGY_KEY:
-        settings["shell_complete"] = lambda ctx, param, incomplete: offered(
+        settings["shell_complete"] = lambda ctx, param, incomplete: _offered(
             dict(described_strategies()), incomplete
         )
     elif flag.metavar == FOLDER:
@@ -450,6 +449,15 @@ def knobs_of(
             yield from knobs_of(knob.type, f"{prefix}{knob.name}.", sections=sections)
 
 
+def _offered(texts: Mapping[str, str], incomplete: str, suffix: str = "") -> list[CompletionItem]:
+    """Return the words that begin as typed, with their help."""
+    return [
+        CompletionItem(word + suffix, help=text)
+        for word, text in texts.items()
+        if word.startswith(incomplete)
+    ]
+
+
 def complete_key(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
@@ -462,7 +470,7 @@ def complete_key(
     if incomplete.startswith("strategy.") and name in registry.names:
         options = knobs_of(registry.outline(name).Config, "strategy.")
         keys |= {key: knob.help for key, knob in options}
-    return offered(keys, incomplete, "=")
+    return _offered(keys, incomplete, "=")
 
 
 def known_keys() -> dict[str, str]:
@@ -475,7 +483,7 @@ def complete_known_key(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Offer the keys that every run has, and the strategies."""
-    return offered({**known_keys(), **dict(described_strategies())}, incomplete)
+    return _offered({**known_keys(), **dict(described_strategies())}, incomplete)
 
 
 source_options = all_of(
