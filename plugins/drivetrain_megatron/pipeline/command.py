@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -170,31 +170,17 @@ _SIDE_BY_SIDE = 40
 _ROUNDING = 1e-6
 
 
-@dataclass(frozen=True)
 class Gantt:
-    """A timeline for ``rich``: ``console.print(Gantt(timeline))``, as wide as the console.
+    """A chart of a timeline, as wide as a console.
 
     Without color, cells begin with the letter of their kind, ``F``, ``B``, ``I`` or ``W``, and dots
-    are idle time. The unit is that of the times, for the axis.
+    are idle time.
     """
 
-    timeline: Timeline
-    unit: str = ""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield a heading, one line per rank, the axis and the legend."""
-        colored = console.color_system is not None and not console.no_color
-        chart = _Chart(self.timeline, options.max_width, colored=colored)
-        yield from chart.rows()
-        yield chart.axis(self.unit)
-        yield from chart.legend()
-
-
-class _Chart:
-    """The lines of one chart of a given width."""
-
-    def __init__(self, timeline: Timeline, width: int, *, colored: bool) -> None:
-        self._timeline, self._colored = timeline, colored
+    def __init__(self, timeline: Timeline, console: Console) -> None:
+        width = console.width
+        self._timeline = timeline
+        self._colored = console.color_system is not None and not console.no_color
         self._count = len(timeline.ranks)
         self._margin = len(str(max(self._count - 1, 0))) + 1
         self._beside = width >= _SIDE_BY_SIDE
@@ -202,8 +188,8 @@ class _Chart:
         self._per_time = self._scale(room)
         self._columns = round(timeline.makespan * self._per_time) or room
 
-    def rows(self) -> Iterator[Text]:
-        """Yield the heading, then the line of each rank."""
+    def lines(self) -> Iterator[Text]:
+        """Yield a heading, one line per rank, the axis and the legend."""
         heading = "rank"
         if self._beside:
             heading = heading.ljust(self._margin + self._columns) + _FACTS
@@ -215,13 +201,11 @@ class _Chart:
                 idle, kept = self._timeline.idle_of(rank), self._timeline.kept(rank)
                 line.append(f" {idle:z4.0%} {kept:4}")
             yield line
+        stop = f"{self._timeline.makespan:.4g}"
+        yield Text(" " * self._margin + "0" + stop.rjust(self._columns - 1), no_wrap=True)
+        yield from self._legend()
 
-    def axis(self, unit: str) -> Text:
-        """Return the line that says how long everything took."""
-        stop = f"{self._timeline.makespan:.4g} {unit}".rstrip()
-        return Text(" " * self._margin + "0" + stop.rjust(self._columns - 1), no_wrap=True)
-
-    def legend(self) -> Iterator[Text]:
+    def _legend(self) -> Iterator[Text]:
         """Yield the meanings of colors and letters, and the number of invisibly short actions."""
         spans = [span for rank in self._timeline.ranks for span in rank]
         used = {span.action.kind for span in spans}
@@ -567,7 +551,8 @@ def show(outcome: ScheduleRun, title: str) -> None:
     """Print a chart of a schedule, and its numbers."""
     timeline = outcome.timeline
     click.echo(title)
-    Console(highlight=False).print(Gantt(timeline))
+    console = Console(highlight=False)
+    console.print(*Gantt(timeline, console).lines(), sep="\n")
     unit = "micro-batches"
     if outcome.chunks > 1:
         unit += f" of one chunk, 1/{outcome.chunks} of a rank's layers"

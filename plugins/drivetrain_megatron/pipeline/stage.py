@@ -38,6 +38,7 @@ from drivetrain_megatron.pipeline.transfer import (
 from drivetrain_megatron.recording.phases import (
     PLAIN,
     CallPlace,
+    Crossing,
     Origin,
     Recording,
     TensorMeta,
@@ -404,9 +405,9 @@ class StagePass:
         followed = {*self._handed, *self._marked} - {-1}
         self._followed = {origin for block in followed for origin in shapes.left(block)[0]}
         self._found: dict[Origin, Tensor] = {}
-        self._made_at: dict[Origin, int] = {}  # how often it had been written into then
+        # How often each had been written into then; those for the next stage, at the cut.
+        self._made_at: dict[Origin, int] = {}
         self._end = shapes.crossings[self._last] if self._last >= 0 else None
-        self._versions: list[int] = []  # of the tensors for the next stage, at the cut
         self.before = ExitStack()
         self.sent: tuple[Tensor, ...] = ()
         self.made: dict[int, tuple[Tensor, ...]] = {}
@@ -432,7 +433,7 @@ class StagePass:
         taken = [self._taken(Origin(place, leaf), tensor) for leaf, tensor in enumerate(made)]
         if self._end is not None:
             if place == self._end.position:
-                self._versions = self._current_versions()
+                self._note_versions(self._end)
             for leaf, x in enumerate(taken):
                 if Origin(place, leaf) in self._end.handed:  # it is made for the next stage
                     facts = TensorMeta(tuple(x.shape), x.dtype, x.requires_grad)
@@ -442,12 +443,11 @@ class StagePass:
         replaced = {id(old): new for old, new in zip(made, taken, strict=True)}
         return tree_map_only(Tensor, lambda tensor: replaced[id(tensor)], result)
 
-    def _current_versions(self) -> list[int]:
-        """Return how often each tensor for the next stage has been written into."""
-        if self._end is None or not self._grad:
-            return []
-        found = [self._found[origin] for origin in self._end.origins if origin in self._found]
-        return [tensor._version for tensor in found]
+    def _note_versions(self, end: Crossing) -> None:
+        """Note how often each tensor for the next stage has been written into before the cut."""
+        for origin in end.origins:
+            if self._grad and origin in self._found:
+                self._made_at[origin] = self._found[origin]._version
 
     def call(self, index: int, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
         """Compute an own block; return given tensors, or proxies, for another."""
@@ -477,7 +477,6 @@ class StagePass:
                 self.before.close()
             tensors = self._proxies(number)
         self._code.begin_phase(self._next)
-        ends = self._end is not None and self._end.position == CallPlace(self._next)
         if number in self._handed and self._grad and not torch.is_grad_enabled():
             raise UsageError(
                 f"expected the output of block {block.name!r} with its history, found it computed "
@@ -494,8 +493,8 @@ class StagePass:
                 tell_hooks(module, hooked, taken[len(block.like) :], self._parts.device)
         if number in self._marked:
             self._mark(number)
-        if ends:
-            self._versions = self._current_versions()
+        if self._end is not None and self._end.position == place:
+            self._note_versions(self._end)
             taken = self._proxies(number)
         elif is_own:
             return result
@@ -529,12 +528,6 @@ class StagePass:
             what = f"no call of {origin.place.function} after it that makes the tensor sent"
             raise changed(self._name(origin.place.phase - 1), what, "one call")
         self.made = {index: self._collected(index) for index in self._handed}
-        if self._versions != self._current_versions():
-            raise UsageError(
-                f"expected tensors that cross the bound after block {self._name(self._last)!r} to "
-                "stay as they are there, found that code of the model writes into one later: let "
-                "it make a new tensor (x = x + y for x += y)"
-            )
         sent = 0 if self._end is None else len(self._end.origins)  # then what the model returns
         self.sent = self.made.get(self._last, ())[:sent]
 
@@ -585,7 +578,7 @@ class StagePass:
         expected = [meta[:2] for meta in metas]
         if found != expected:
             raise changed(name, f"a result of {found}", f"{expected} for these inputs")
-        for origin in origins[crossing:]:
+        for origin in origins if index == self._last and self._grad else origins[crossing:]:
             self._check_unwritten(name, origin)
         for tensor, meta in zip(tensors, metas, strict=True):
             lost = tensor.requires_grad and not meta.requires_grad
@@ -597,13 +590,13 @@ class StagePass:
         return tuple(tensors)
 
     def _check_unwritten(self, name: str, origin: Origin) -> None:
-        """Check a tensor that no later block reads: the rest of the model would write once more."""
+        """Check a tensor of this stage: the rest of the model would write into it once more."""
         tensor = self._found[origin]
         if not tensor.is_inference() and tensor._version != self._made_at[origin]:
             raise UsageError(
-                f"expected the output of block {name!r}, which the model returns, to stay as it "
-                "is, found that code after the block writes into it: let it make a new tensor "
-                "(x = x + y for x += y)"
+                f"expected tensors that cross the bound after block {name!r}, or that the model "
+                "returns, to stay as they are there, found that code of the model writes into one "
+                "later: let it make a new tensor (x = x + y for x += y)"
             )
 
 

@@ -48,7 +48,7 @@ def draw(shown, *, width=80, color=None, **options):
         file=io.StringIO(), width=width, color_system=color, force_terminal=color is not None,
         legacy_windows=False, **options,
     )  # fmt: skip
-    console.print(Gantt(shown, unit="s"))
+    console.print(*Gantt(shown, console).lines(), sep="\n")
     return console.file.getvalue()
 
 
@@ -61,7 +61,7 @@ def test_without_color_cells_begin_with_their_letter_and_dots_are_idle():
     idle = "." * 7
     assert lines[1] == f"0 {f0}{f1}{idle}{idle}{b0}{idle}{b1}  33%    2"
     assert lines[2] == f"1 {idle}{f0}{b0}{f1}{b1}{idle}{idle}  33%    1"
-    assert lines[3].split() == ["0", "9", "s"]
+    assert lines[3].split() == ["0", "9"]
     assert len(lines[3]) == 2 + 9 * 7
     assert lines[4] == "F forward  B backward  . idle"
     assert len(lines) == 5
