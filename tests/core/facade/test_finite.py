@@ -137,6 +137,25 @@ def test_each_of_several_models_has_its_own_turns():
         step(accelerator, other, second, ROW, clip=False)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_run_goes_back_to_its_newest_finite_checkpoint(tmp_path, strategy):
+    project = Project(project_dir=tmp_path, automatic_checkpoint_naming=True)
+    accelerator, model, optimizer = start(strategy, "rollback", project_config=project)
+    step(accelerator, model, optimizer, ROW)
+    accelerator.save_state()
+    saved = weights(accelerator, model)
+    step(accelerator, model, optimizer, ROW)
+    for _ in range(3):
+        step(accelerator, model, optimizer, bad_on_rank_1(accelerator))
+        assert all(map(torch.equal, saved, weights(accelerator, model)))
+        assert optimizer.steps == 1
+    step(accelerator, model, optimizer, ROW)
+    with pytest.raises(NonFiniteError, match="went back 3 times"):
+        step(accelerator, model, optimizer, bad_on_rank_1(accelerator))
+    accelerator.free_memory()
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_the_last_finite_checkpoint_is_never_pruned(tmp_path, wait, caplog):
     project = Project(project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2)

@@ -123,6 +123,7 @@ def test_compiled_blocks_stay_compiled():
     both.accelerator.backward(both.model(IDS)["loss"])
     assert graphs
     mine = [b for b in both.model.blocks if b._compiled_call_impl is not None]
+    both.close()
     assert mine
     assert all(block._compiled_call_impl in before for block in mine)
 
