@@ -735,9 +735,16 @@ class AlikeDraws(Uncopied):
             self._share()
         before = _states()
         yield
-        drew = self._drew[training] = not _equal(before, _states())
+        drew = not _equal(before, _states())
+        self._drew[training] = drew = self._agreed(drew) if shared else drew
         if drew and not shared:
             self._check()
+
+    def _agreed(self, drew: bool) -> bool:
+        """Return whether any rank drew: another thread of one process may have, as a tracker's."""
+        flag = torch.tensor(drew, dtype=torch.uint8, device=self._device)
+        self._ranks.all_reduce(flag, reduction="max", label="whether a forward drew").wait()
+        return bool(flag)
 
     def _share(self) -> None:
         """Give every rank the states of the first one."""

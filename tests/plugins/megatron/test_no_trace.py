@@ -160,6 +160,13 @@ def test_a_forward_that_begins_to_draw_apart_is_refused():
     model = Model(lambda y: y + torch.rand(()) if model.noisy else y)
     model.noisy = False
     model = accelerator.prepare(model)
+    # What draws in one process alone, as another thread, sends no rank another way.
+    hook = model.first.register_forward_hook(lambda *_: random.random() and None)
+    if accelerator.is_main_process:
+        hook.remove()
+    model(batch())
+    hook.remove()
+    model(batch())
     model(batch())
     set_seed(0, device_specific=True)
     model.noisy = True
