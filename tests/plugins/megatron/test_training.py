@@ -156,4 +156,4 @@ def test_only_the_first_training_forwards_are_compared():
             entries = accelerator.traffic.entries().items()
             counts.append(sum(entry.calls for (axis, _), entry in entries if axis == "tp"))
     assert compared.call_count == 2 * state.FORWARDS  # along tp, and along pp
-    assert counts[0] - 2 == counts[1] == counts[2] == counts[3]  # generators, and whether they moved
+    assert counts[0] - 2 == counts[1] == counts[2] == counts[3]  # generators, and whether they drew
