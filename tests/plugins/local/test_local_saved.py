@@ -38,7 +38,7 @@ def test_fewer_workers_than_were_saved_go_on_from_the_mean():
 def test_errors_of_another_part_are_not_taken():
     words = {"links.error.int4.0.0@0of2@": 1.0, "links.error.int4.0.0@1of2@": 2.0}
     saved = {("weight", state): torch.full((3,), value) for state, value in words.items()}
-    reader = KeptReader(InMemory(saved), {"weight": "1of2"})
+    reader = KeptReader(InMemory(saved), {"weight": "0of2"})
     (key,) = reader.keys()
     assert key == ("weight", "links.error.int4.0.0")
-    assert reader.read(*key).tolist() == [2.0] * 3
+    assert reader.read(*key).tolist() == [1.0] * 3
