@@ -179,6 +179,11 @@ def test_an_exception_in_backward_good_steps_and_a_loss_that_misses_the_model_on
         model.zero_grad()
         strategy.backward(other * 1 if rank else loss_of(model, batch(step, 0)))
         assert_grads(model, [grad / 2 for grad in mean_grads(model, [step], 1)])
+    model.zero_grad()
+    with strategy.accumulating():
+        strategy.backward(loss_of(model, batch(0, rank)))
+    strategy.backward(loss_of(model[2:], torch.ones(4, 16, dtype=torch.float64)))  # not model[0]
+    assert_grads(model[0], mean_grads(model, [0], 2)[:2])
     # Both forwards come first: no forward ends what the exception has cut short.
     model.zero_grad()
     kept = loss_of(model, batch(0, rank)), loss_of(model, batch(1, rank))
