@@ -45,7 +45,7 @@ HEADINGS = {
 }
 """The commands under the headings of the help."""
 
-BESIDE = {"estimate": "plan", "hardware": "plan", "test": "launch", "verify": "launch"}
+BESIDE = {"estimate": "plan", "hardware": "plan", "test": "launch"}
 """Commands that are in the module of another one."""
 
 SHELLS = {
